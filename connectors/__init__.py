@@ -1,0 +1,1 @@
+"""The outside world: tables, sequence files, streams and checkpoints. Imports no torch."""

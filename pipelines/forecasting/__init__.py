@@ -1,0 +1,1 @@
+"""Train, backtest and run forecasts of many series."""
