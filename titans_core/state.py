@@ -131,17 +131,17 @@ def to_bytes(state: Any, **metadata: str) -> bytes:
     Equal states give equal bytes, so bytes can be hashed and compared.
     """
     tensors = {path: leaf.detach().cpu().contiguous() for path, leaf in leaves(state)}
-    header = {"format_version": str(FORMAT_VERSION), "metadata": json.dumps(metadata, sort_keys=True)}
-    return safetensors.torch.save(tensors, metadata=header)
+    # One metadata entry only: safetensors writes several in random order, and equal states must give equal bytes.
+    header = json.dumps({"format_version": FORMAT_VERSION, "metadata": metadata}, sort_keys=True)
+    return safetensors.torch.save(tensors, metadata={"tethys_state": header})
 
 
 def read_metadata(data: bytes) -> dict[str, str]:
     """The metadata given to `to_bytes`; raises StateError for bytes of another format or version."""
     try:
         length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])["__metadata__"]
-        version = int(header["format_version"])
-        metadata = json.loads(header["metadata"])
+        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["tethys_state"])
+        version, metadata = int(header["format_version"]), header["metadata"]
     except (KeyError, ValueError, TypeError) as error:
         raise StateError(f"these {len(data)} bytes are not a saved state ({type(error).__name__})") from error
     if version != FORMAT_VERSION:

@@ -73,7 +73,8 @@ def test_bytes_that_do_not_fit_are_refused_by_name() -> None:
         value.from_bytes(data[: len(data) // 2], like=example(1))
     with pytest.raises(value.StateError):
         value.from_bytes(b"", like=example(1))
-    newer = data.replace(b'"format_version":"1"', b'"format_version":"7"')
+    newer = data.replace(b'format_version\\": 1', b'format_version\\": 7')
+    assert newer != data
     with pytest.raises(value.StateError, match="version 7.*reads 1"):
         value.from_bytes(newer, like=example(1))
 
