@@ -111,8 +111,10 @@ class NeuralMemory(nn.Module):
         return out
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, eta, alpha (B, H, T), in float32 whatever the layer's type is (papers E.6.4)."""
-        alpha, eta, theta = torch.sigmoid(self.gates(x).float()).transpose(1, 2).chunk(3, dim=1)
+        """theta, eta, alpha (B, H, T), in float32 or finer whatever the layer's type is (papers E.6.4)."""
+        gates = self.gates(x)
+        gates = torch.sigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        alpha, eta, theta = gates.transpose(1, 2).chunk(3, dim=1)
         eta = eta if self.config.momentum else torch.zeros_like(eta)
         alpha = alpha if self.config.decay else torch.zeros_like(alpha)
         return (1 - eta) * theta, eta, alpha
