@@ -1,5 +1,9 @@
-"""The one error that is shown as a line instead of a traceback."""
+"""Mistakes of the user, told in one line.
+
+The command line prints the message alone on standard error and exits with status 2; a program that calls the library
+gets an ordinary `ValueError`. A message says what is wrong, where (file, series, stamp, count), and what to do.
+"""
 
 
 class UserError(ValueError):
-    """a user's mistake: what, where, what to do; shown as one line"""
+    """Wrong input, wrong option or a missing file: something that the user can put right."""
