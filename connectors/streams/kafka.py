@@ -41,7 +41,14 @@ class KafkaSource:
     reading goes on, so a group rebalance can neither lose nor repeat an event.
     """
 
-    def __init__(self, address: str, *, columns: Mapping[str, str] | None = None, follow: bool = True):
+    def __init__(
+        self,
+        address: str,
+        *,
+        columns: Mapping[str, str | None] | None = None,
+        count_steps: bool = False,
+        follow: bool = True,
+    ):
         kafka = _client()
         self._kafka = kafka
         servers, self.topic, options = parse_address(address)
@@ -68,7 +75,7 @@ class KafkaSource:
             low, high = self._watermarks(number)
             self.next[number] = low
             self.ends[number] = high
-        self.decoder = Decoder("json", columns)
+        self.decoder = Decoder("json", columns, count_steps=count_steps)
         self._assign()
 
     def _watermarks(self, number: int) -> tuple[int, int]:
