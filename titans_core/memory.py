@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import linear
-from kernels.linear import MatrixState
+from kernels.linear import MatrixState, StaleState
 from titans_core.config import MemoryConfig
 
 
@@ -59,11 +59,14 @@ class CausalConv(nn.Module):
         return y, padded[:, length:]
 
 
+Memory = MatrixState | StaleState
+
+
 @dataclass(frozen=True)
 class MemoryState:
     """All that a NeuralMemory learns at test time: the memory itself and the convolution's last inputs."""
 
-    memory: MatrixState
+    memory: Memory
     conv: Tensor  # (B, conv - 1, 3 D)
 
 
@@ -94,11 +97,10 @@ class NeuralMemory(nn.Module):
 
     def initial_state(self, batch: int) -> MemoryState:
         """Streams that have seen nothing: the learned initial memory, no momentum, an empty convolution."""
-        heads, width = self.config.heads, self.config.width
-        zeros = self.init.new_zeros(batch, heads, width, width)
-        weights = zeros if self.config.decay_to_init else zeros + self.init
+        start = torch.zeros_like(self.init) if self.config.decay_to_init else self.init
         tail = self.init.new_zeros(batch, self.config.conv - 1, 3 * self.config.dim)
-        return MemoryState(MatrixState(weights, zeros.clone()), tail)
+        fresh = linear.matrix_state if self.config.rule == "exact" else linear.stale_state
+        return MemoryState(fresh(start, batch), tail)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, H, T, d)."""
@@ -117,7 +119,9 @@ class NeuralMemory(nn.Module):
         alpha, eta, theta = gates.transpose(1, 2).chunk(3, dim=1)
         eta = eta if self.config.momentum else torch.zeros_like(eta)
         alpha = alpha if self.config.decay else torch.zeros_like(alpha)
-        return (1 - eta) * theta, eta, alpha
+        # E.2: a gradient taken at the chunk's start is used for up to `chunk` tokens, so its step has to be that much smaller.
+        theta = (1 - eta) * theta / (1 if self.config.rule == "exact" else self.config.chunk)
+        return theta, eta, alpha
 
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read after each write. x (B, T, D) -> y (B, T, D) and the state after the last token."""
@@ -128,13 +132,16 @@ class NeuralMemory(nn.Module):
         if self.config.decay_to_init:
             # The memory holds the deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
             v = v - k @ self.init.mT
-        rule = linear.linear_exact if self.config.rule == "exact" else linear.linear_stale
-        y, memory = rule(q, k, v, theta, eta, alpha, state.memory, chunk=self.config.chunk)
+        memory: Memory
+        if isinstance(state.memory, StaleState):
+            y, memory = linear.linear_stale(q, k, v, theta, eta, alpha, state.memory, chunk=self.config.chunk)
+        else:
+            y, memory = linear.linear_exact(q, k, v, theta, eta, alpha, state.memory, chunk=self.config.chunk)
         if self.config.decay_to_init:
             y = y + q @ self.init.mT
         return self._output(y, x), MemoryState(memory, tail)
 
-    def read(self, x: Tensor, memory: MatrixState, tail: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.
 
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
