@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ class Store:
 
     @property
     def client(self) -> MlflowClient:
-        return MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        return _client(self.uri)
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class Run:
 
     def log_history(self, history: Sequence[tuple[int, Mapping[str, float]]]) -> None:
         """Metrics of many steps: pairs of step and metrics."""
-        now = mlflow.utils.time.get_current_time_millis()
+        now = int(time.time() * 1000)
         entries = [Metric(key, float(value), now, step) for step, metrics in history for key, value in metrics.items()]
         for first in range(0, len(entries), _METRICS_A_BATCH):
             self.store.client.log_batch(self.id, metrics=entries[first : first + _METRICS_A_BATCH])
@@ -132,24 +133,14 @@ def open_store(uri: str = DEFAULT_TRACKING_URI, experiment: str = EXPERIMENT) ->
     store is never migrated: UserError names the command where its schema belongs to another release.
     """
     if not _is_sqlite(uri):
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        return Store(uri, _experiment(client, experiment, None))
+        return Store(uri, _experiment(_client(uri), experiment, None))
     path = _sqlite_path(uri)
     uri = f"{_SQLITE}{path}"
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():
             _make_schema(path)
-        client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        try:
-            experiment_id = _experiment(client, experiment, (path.parent / "artifacts").as_uri())
-        except MlflowException as error:
-            if "out-of-date database schema" not in str(error):
-                raise
-            raise UserError(
-                f"the tracking store {path} was made by another release of MLflow than {mlflow.__version__}: keep a copy of the file and run "
-                f"mlflow db upgrade {uri}"
-            ) from None
+        experiment_id = _experiment(_client(uri), experiment, (path.parent / "artifacts").as_uri())
     return Store(uri, experiment_id)
 
 
@@ -198,13 +189,13 @@ def register_forecaster(
             python_model=str(entry),
             artifacts={"weights": str(weights), "config": str(config_path)},
             signature=signature,
+            input_example=(inputs, dict(params)),
             # The project itself, in the environment that loads the model: no code is copied into the version.
-            pip_requirements=[f"tethys-streams=={importlib.metadata.version('tethys-streams')}"],
+            pip_requirements=[_requirement()],
         )
     client = run.store.client
     if metrics:
-        now = mlflow.utils.time.get_current_time_millis()
-        client.log_batch(run.id, metrics=[Metric(k, float(v), now, 0, model_id=info.model_id) for k, v in metrics.items()])
+        mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
     version = mlflow.register_model(f"models:/{info.model_id}", name)
     if alias is not None:
         client.set_registered_model_alias(name, alias, version.version)
@@ -262,6 +253,18 @@ def _make_schema(path: Path) -> None:
         unfinished.unlink(missing_ok=True)
 
 
+def _client(uri: str) -> MlflowClient:
+    try:
+        return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    except MlflowException as error:
+        if "out-of-date database schema" not in str(error):
+            raise
+        raise UserError(
+            f"the tracking store {uri} was made by another release of MLflow than {mlflow.__version__}: keep a copy of the file and run "
+            f"mlflow db upgrade {uri}"
+        ) from None
+
+
 def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
     existing = client.get_experiment_by_name(name)
     if existing is None:
@@ -280,13 +283,20 @@ def _entry_file() -> Path:
     raise UserError(f"mlflow/models/{_ENTRY_FILE} is missing beside {here}: install the project again")
 
 
+def _requirement() -> str:
+    try:
+        return f"tethys-streams=={importlib.metadata.version('tethys-streams')}"
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is on the path but not installed
+        return "tethys-streams"
+
+
 def _existing(tracking_uri: str) -> MlflowClient:
     if _is_sqlite(tracking_uri) and not _sqlite_path(tracking_uri).exists():
         raise UserError(f"there is no tracking store at {_sqlite_path(tracking_uri)}: train a model first, or say --tracking-uri")
     uri = _absolute(tracking_uri)
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+    return _client(uri)
 
 
 def _require_model(client: MlflowClient, name: str, tracking_uri: str) -> None:
