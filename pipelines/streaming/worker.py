@@ -91,6 +91,7 @@ def work(
     source: Source,
     store: CheckpointStore,
     output: Sink,
+    alarms: Sink,
     dead_letters: Sink,
     *,
     batch_rows: int = BATCH_ROWS,
@@ -111,7 +112,7 @@ def work(
     settings = {"model": model.version, **policy.settings()}
     progress = store.claim(settings)
     engine = Engine(model, policy, store, max_resident=max_resident)
-    sinks = {"output": output, "dead_letters": dead_letters}
+    sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
         sink.resume(progress.receipts.get(name))
     pending = engine.restore()
@@ -136,6 +137,7 @@ def work(
             store.accept(batch, pack_arrivals(arrivals), source.positions())
         outcome = engine.step(arrivals, batch)
         output.write(outcome.forecasts)
+        alarms.write(outcome.alarms)
         dead_letters.write(outcome.dead)
         receipts = {name: sink.flush() for name, sink in sinks.items()}
         latencies.append((1e3 * (time.monotonic() - arrived), len(arrivals.records)))
@@ -183,9 +185,7 @@ def work(
 class _Intake:
     """Cuts the source into batches; at its end lets the events through that still wait for a watermark."""
 
-    def __init__(
-        self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int
-    ):
+    def __init__(self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int):
         self._source, self._engine, self._stop = source, engine, stop
         self._batch_rows = batch_rows
         self._last = None if max_events is None else received + max_events
