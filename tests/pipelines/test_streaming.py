@@ -95,7 +95,7 @@ def test_rows_of_the_output(tmp_path: Path) -> None:
     assert rows["ds"][3].replace(tzinfo=None) == datetime(2024, 1, 1, 0, 2)
     assert rows["q0.5"][3] == pytest.approx(rows["q0.5"][0], rel=1e-5), "a missing value is not learnt"
     assert rows["surprise"].null_count() == 9, "no forecast before the first row, no truth in the second, a gap then"
-    assert rows["low"].to_list() == rows["q0.1"].to_list()
+    assert rows["low"].to_list()[:6] == rows["q0.1"].to_list()[:6], "nothing was judged yet"
     assert summary.counters["accepted"] == 2 and summary.counters["missing"] == 1
     assert summary.counters["gap_steps"] == 2 and summary.stopped == "end of the source"
 
