@@ -94,7 +94,12 @@ def wrong_tables():
     yield "frequency of another kind", good, {"frequency": "1i"}, "the time column of the table holds dates"
     yield "one row each", good[:1], {}, "state the frequency"
     yield "null stamp", good.with_columns(pl.lit(None, pl.Datetime).alias("ds")), {}, "4 of 4 rows .* column 'ds'"
-    yield "infinite", good.with_columns(pl.lit(float("inf")).alias("y")), {}, "'a' at 2026-01-01 00:00:00 has the target"
+    yield (
+        "infinite",
+        good.with_columns(pl.lit(float("inf")).alias("y")),
+        {},
+        "'a' at 2026-01-01 00:00:00 has the target",
+    )
     yield "text target", good.with_columns(pl.lit("x").alias("y")), {}, "is String, not a number"
     yield "text stamp", good.with_columns(pl.lit("soon").alias("ds")), {}, r"holds 'soon', not a time stamp \(4 of 4"
 
@@ -163,7 +168,7 @@ def test_frequencies():
 
 @pytest.fixture
 def partitions(tmp_path):
-    """Three tables: series b lies in two of them, rows are in order of time and not of series, one target is missing."""
+    """Three tables: series b lies in two of them, rows in order of time and not of series, one target missing."""
     b = hourly("b", 40, scale=2)
     tables = [
         pl.concat([hourly("c", 30), b[20:]]).sort("ds"),
