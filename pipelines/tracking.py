@@ -82,7 +82,7 @@ class Run:
 
     @property
     def link(self) -> str:
-        """a page of the tracking server, or the command that shows a local store, then the page."""
+        """A page of the tracking server, or the command that shows a local store, then the page."""
         page = f"#/experiments/{self.experiment_id}/runs/{self.id}"
         if _is_sqlite(self.store.uri):
             return f"mlflow ui --backend-store-uri {self.store.uri}  ->  http://127.0.0.1:5000/{page}"

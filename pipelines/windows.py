@@ -12,11 +12,13 @@ order: by id, then by time.
 
 from __future__ import annotations
 
+import glob
 import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -206,7 +208,7 @@ def panel(
 
 
 def read_panel(
-    uris: Sequence[str],
+    uris: str | Sequence[str],
     *,
     frequency: str | None = None,
     id_column: str | None = "unique_id",
@@ -216,29 +218,38 @@ def read_panel(
 ) -> Panel:
     """The panel of many tables (files, partitions), each read once, in this process or in a Ray task of its own.
 
-    A series may lie in several tables. Both executors give equal numbers. With "ray", a running cluster is used
-    (`ray_cluster` starts one). Raises UserError as `panel` does, and where `uris` is empty.
+    A single address stands for its `partitions`. A series may lie in several tables. Both executors give equal numbers;
+    "ray" uses the cluster that this process is in, else starts a local one. Raises UserError as `panel` does.
     """
+    uris = partitions(uris) if isinstance(uris, str) else list(uris)
     if not uris:
         raise UserError("no table to read: name at least one file")
     columns = (id_column, time_column, target_column)
     if executor == "local":
         parts = [_read_rows(uri, *columns) for uri in uris]
     elif executor == "ray":
-        import ray
-
-        # One worker is one core: polars would otherwise start as many threads in each worker as the machine has cores.
-        task = ray.remote(num_cpus=1, runtime_env={"env_vars": {"POLARS_MAX_THREADS": "1"}})(_read_rows)
-        try:
-            parts = ray.get([task.remote(uri, *columns) for uri in uris])
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from None
-            raise
+        parts = _read_on_ray(uris, columns)
     else:
         raise UserError(f"unknown executor {executor!r}: use 'local' or 'ray'")
     source = uris[0] if len(uris) == 1 else f"the {len(uris)} tables from {uris[0]} to {uris[-1]}"
     return _grid(_merge(parts), frequency, source)
+
+
+def partitions(uri: str) -> list[str]:
+    """The tables that one address stands for: the Parquet files of a folder, the files of a glob, or the address
+    itself.
+
+    Folders whose names carry values (`unique_id=a/`) and Delta tables are read as one table, for a file alone lacks a
+    part of its row.
+    """
+    path = Path(uri)
+    if glob.has_magic(uri) and not path.exists() and "://" not in uri:
+        return sorted(glob.glob(uri, recursive=True)) or [uri]
+    if path.is_dir() and not (path / "_delta_log").is_dir():
+        files = sorted(str(p) for p in path.rglob("*.parquet"))
+        if files and not any("=" in file.removeprefix(uri) for file in files):
+            return files
+    return [uri]
 
 
 def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> Windows:
@@ -269,17 +280,19 @@ def ray_cluster(workers: int | None = None) -> None:
     Local means local: on the loopback address, without dashboard, usage reports or a token file in the home folder. A
     cluster named by RAY_ADDRESS is joined as it is, with its own authentication.
     """
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:  # Ray reads these when it is imported
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # Without it Ray replaces the loopback address by the one of the network card.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+    if address is not None:
+        ray.init(address, log_to_driver=False)
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # Without it Ray replaces the loopback address by the one of the network card.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
 
 
@@ -330,6 +343,27 @@ def _read_rows(uri: str, id_column: str | None, time_column: str, target_column:
     from connectors import tables
 
     return _sorted_rows(tables.read(uri), id_column, time_column, target_column, uri)
+
+
+def _read_on_ray(uris: Sequence[str], columns: tuple[str | None, str, str]) -> list[_Rows]:
+    ray_cluster()
+    import ray
+
+    # One worker is one core: polars would otherwise start as many threads in each worker as the machine has cores.
+    task = ray.remote(num_cpus=1, runtime_env={"env_vars": {"POLARS_MAX_THREADS": "1"}})(_read_rows_or_mistake)
+    parts = ray.get([task.remote(uri, *columns) for uri in uris])
+    for part in parts:
+        if isinstance(part, str):
+            raise UserError(part)
+    return parts
+
+
+def _read_rows_or_mistake(uri: str, id_column: str | None, time_column: str, target_column: str) -> _Rows | str:
+    """A mistake comes back as its message: Ray would log a traceback for an exception, and raise whichever came first."""
+    try:
+        return _read_rows(uri, id_column, time_column, target_column)
+    except UserError as mistake:
+        return str(mistake)
 
 
 def _sorted_rows(

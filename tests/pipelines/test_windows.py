@@ -208,6 +208,15 @@ def test_ray_gives_equal_numbers_in_equal_order(partitions):
         read_panel(partitions, target_column="z", executor="ray")
 
 
+def test_a_folder_and_a_glob_stand_for_their_files(partitions, tmp_path):
+    assert equal(read_panel(str(tmp_path)), read_panel(partitions))
+    assert equal(read_panel(str(tmp_path / "part-*.parquet")), read_panel(partitions))
+    hourly("a", 3).drop("unique_id").write_parquet(tmp_path / "hive" / "unique_id=a" / "0.parquet", mkdir=True)
+    assert read_panel(str(tmp_path / "hive")).ids == ("a",)
+    with pytest.raises(UserError, match="no file matches"):
+        read_panel(str(tmp_path / "none-*.csv"))
+
+
 def test_no_table_and_no_such_executor():
     with pytest.raises(UserError, match="no table to read"):
         read_panel([])
