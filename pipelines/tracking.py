@@ -41,6 +41,7 @@ os.environ.setdefault(
 
 import mlflow
 import mlflow.db
+from mlflow.data.polars_dataset import from_polars
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
@@ -104,7 +105,7 @@ class Run:
 
     def log_dataset(self, frame: pl.DataFrame, *, name: str, source: str, context: str = "training") -> str:
         """Names the data with a digest of its rows; returns the digest."""
-        dataset = mlflow.data.from_polars(frame, source=source, name=name)
+        dataset = from_polars(frame, source=source, name=name)
         mlflow.log_input(dataset, context=context)
         return str(dataset.digest)
 
@@ -264,7 +265,7 @@ def _make_schema(path: Path) -> None:
     """The current schema in a new SQLite file, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        mlflow.db.upgrade.callback(f"{_SQLITE}{unfinished}")
+        mlflow.db.upgrade.main([f"{_SQLITE}{unfinished}"], standalone_mode=False)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -80,7 +80,7 @@ class Panel:
         """(steps,) stamps that follow the last one of a series."""
         return continue_grid(self.ds[self.rows(series)][-1], self.frequency, steps)
 
-    def aligned(self) -> tuple[NDArray, NDArray[np.float64], NDArray[np.bool_]]:
+    def aligned(self) -> tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bool_]]:
         """The series side by side on the grid from the earliest stamp to the latest.
 
         Returns ds (T,), y (S, T) and observed (S, T); rows before a series begins and after it ends are NaN and not
@@ -173,7 +173,7 @@ class Windows:
         for first in range(0, len(self), size):
             yield self.take(slice(first, first + size))
 
-    def _take(self, flat: NDArray, which: NDArray[np.int64] | slice) -> NDArray:
+    def _take(self, flat: NDArray[Any], which: NDArray[np.int64] | slice) -> NDArray[Any]:
         span = sliding_window_view(flat, self.look_back + self.horizon)
         start = self.start[which]
         if len(start) == 0:
@@ -296,7 +296,7 @@ def ray_cluster(workers: int | None = None) -> None:
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
 
 
-def continue_grid(stamp: np.datetime64 | np.int64, frequency: str, steps: int) -> NDArray:
+def continue_grid(stamp: Any, frequency: str, steps: int) -> NDArray[Any]:
     """(steps,) stamps of the grid that follow `stamp`: `datetime64[us]`, or `int64` for whole numbers.
 
     Months keep the day and the time; a stamp on the last day of its month stays on last days.
@@ -335,7 +335,7 @@ class _Rows:
 
     ids: tuple[str, ...]
     lengths: NDArray[np.int64]
-    ds: NDArray
+    ds: NDArray[Any]
     y: NDArray[np.float64]
 
 
@@ -352,14 +352,13 @@ def _read_on_ray(uris: Sequence[str], columns: tuple[str | None, str, str]) -> l
     # One worker is one core: polars would otherwise start as many threads in each worker as the machine has cores.
     task = ray.remote(num_cpus=1, runtime_env={"env_vars": {"POLARS_MAX_THREADS": "1"}})(_read_rows_or_mistake)
     parts = ray.get([task.remote(uri, *columns) for uri in uris])
-    for part in parts:
-        if isinstance(part, str):
-            raise UserError(part)
-    return parts
+    for mistake in (part for part in parts if isinstance(part, str)):
+        raise UserError(mistake)
+    return [part for part in parts if isinstance(part, _Rows)]
 
 
 def _read_rows_or_mistake(uri: str, id_column: str | None, time_column: str, target_column: str) -> _Rows | str:
-    """A mistake comes back as its message: Ray would log a traceback for an exception, and raise whichever came first."""
+    """A mistake comes back as its message: of exceptions Ray logs tracebacks, and raises whichever came first."""
     try:
         return _read_rows(uri, id_column, time_column, target_column)
     except UserError as mistake:
@@ -516,11 +515,13 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
     return _panel(rows.ids, ds, y, grid_offsets, frequency)
 
 
-def _panel(ids: tuple[str, ...], ds: NDArray, y: NDArray[np.float64], offsets: NDArray, frequency: str) -> Panel:
+def _panel(
+    ids: tuple[str, ...], ds: NDArray[Any], y: NDArray[np.float64], offsets: NDArray[Any], frequency: str
+) -> Panel:
     return Panel(ids, ds, y, ~np.isnan(y), offsets.astype(np.int64), frequency)
 
 
-def _refuse_duplicates(rows: _Rows, owner: NDArray, same: NDArray[np.bool_], source: str) -> None:
+def _refuse_duplicates(rows: _Rows, owner: NDArray[Any], same: NDArray[np.bool_], source: str) -> None:
     twice = np.flatnonzero(same & (rows.ds[1:] == rows.ds[:-1]))
     if len(twice):
         i = int(twice[0])
@@ -530,7 +531,7 @@ def _refuse_duplicates(rows: _Rows, owner: NDArray, same: NDArray[np.bool_], sou
         )
 
 
-def _infer_frequency(rows: _Rows, offsets: NDArray, source: str) -> str:
+def _infer_frequency(rows: _Rows, offsets: NDArray[Any], source: str) -> str:
     longest = int(np.argmax(rows.lengths))
     ds = rows.ds[offsets[longest] : offsets[longest + 1]][:_ROWS_TO_INFER_FROM]
     if len(ds) < 2:
@@ -552,7 +553,9 @@ def _infer_frequency(rows: _Rows, offsets: NDArray, source: str) -> str:
     )
 
 
-def _position(ds: NDArray, first: NDArray | np.generic, frequency: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _position(
+    ds: NDArray[Any], first: NDArray[Any] | np.generic, frequency: str
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Steps of `frequency` from `first` to each stamp (rounded down), and whether the stamp lies on that grid."""
     count, unit = parse_frequency(frequency)
     if unit in _UNITS_US or unit == "i":
@@ -569,7 +572,7 @@ def _position(ds: NDArray, first: NDArray | np.generic, frequency: str) -> tuple
     return distance // step, fits & (distance % step == 0)
 
 
-def _to_month_end(ds: NDArray) -> NDArray[np.timedelta64]:
+def _to_month_end(ds: NDArray[Any]) -> NDArray[np.timedelta64]:
     """From the day of each stamp to the last day of its month."""
     last_day = (ds.astype("datetime64[M]") + 1).astype("datetime64[D]") - 1
     return last_day - ds.astype("datetime64[D]")
