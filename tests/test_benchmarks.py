@@ -15,7 +15,8 @@ SCRIPTS = sorted(p for p in (ROOT / "benchmarks").glob("*.py") if "__main__" in 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda p: p.name)
 def test_every_benchmark_runs_by_itself_and_tells_its_arguments(script, tmp_path):
-    shown = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    words = [sys.executable, script, "--help"]
+    shown = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert shown.returncode == 0, shown.stderr
     assert "--seed" in shown.stdout and "--threads" in shown.stdout
 
