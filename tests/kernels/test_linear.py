@@ -50,8 +50,9 @@ def test_stale_form_is_the_loop_that_takes_gradients_at_the_anchor(case: Case, r
 
 
 def test_stale_and_exact_differ_at_chunk_16() -> None:  # T5
-    # Mutants tried, each of which this test or the one above caught: linear_stale calling the triangular solve (here: difference 0);
-    # anchor = W at every token (above: fails at any chunk > 1); anchor refreshed one token early, the papers' printed index (above).
+    # Mutants tried and caught: linear_stale solving the triangular system (here: the difference is 0); the first chunk of a call anchored
+    # at the current W instead of the carried anchor (test_any_split_of_calls_is_one_call); an anchor taken one token early, the
+    # papers' printed index (test_stale_form_is_the_loop_that_takes_gradients_at_the_anchor).
     case = fixed_case()
     exact, _ = linear_exact(*case.tokens, case.matrix_state(), chunk=16)
     stale, _ = linear_stale(*case.tokens, case.stale_state(), chunk=16)
@@ -196,8 +197,8 @@ def test_gradients_of_both_forms() -> None:  # T13
 
 
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
-    # Mutants tried: _Chunks.backward without the path through E to Z (gradcheck fails at the first chunk boundary), without `f`
-    # (gradcheck fails on eta), with the error detached (this test: the two gradients become equal).
+    # Mutants tried and caught: _Chunks.backward without the path through E to Z, and without the gradient of f (both
+    # test_gradients_of_both_forms); the chunk's errors detached from the graph (this test).
     case = fixed_case(T=20, chunk=4)
     x = leaves(case)
     linear_exact(*x[:6], MatrixState(x[6], x[7]), chunk=4)[0].sum().backward()
