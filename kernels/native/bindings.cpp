@@ -1,6 +1,7 @@
 // The operators of torch.ops.tethys_native, through torch's stable ABI: one library serves every later torch.
 // Outputs are allocated by the caller (kernels/native/__init__.py) and written here, so that nothing but pointers crosses.
 #include <optional>
+#include <string>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -40,6 +41,8 @@ static int64_t select_width(int64_t width) {
   if (c) g_core = c;
   return c ? c->width : 0;
 }
+
+static std::string sources() { return TETHYS_SOURCES; }
 
 static double fma_flops(int64_t repeats) { return g_core->fma(repeats); }
 
@@ -139,6 +142,7 @@ static void linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe et
 }
 
 STABLE_TORCH_LIBRARY(tethys_native, m) {
+  m.def("sources() -> str");
   m.def("select_width(int width) -> int");
   m.def("fma_flops(int repeats) -> float");
   m.def("linear_saved(int T, int dk, int dv, int chunk) -> int");
@@ -152,6 +156,7 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tethys_native, CompositeExplicitAutograd, m) {
+  m.impl("sources", TORCH_BOX(&sources));
   m.impl("select_width", TORCH_BOX(&select_width));
   m.impl("fma_flops", TORCH_BOX(&fma_flops));
   m.impl("linear_saved", TORCH_BOX(&linear_saved));

@@ -6,7 +6,6 @@ It needs a C++17 compiler with GCC's vector extensions (g++ or clang++, or the o
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import shutil
@@ -16,19 +15,10 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-LIBRARY = HERE / "tethys_native.so"
-SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "core.cpp", "bindings.cpp")
+from kernels.native import HERE, LIBRARY, fingerprint
+
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi")
 X86 = ((16, "x86-64-v4"), (8, "x86-64-v3"), (4, "x86-64"))  # floats a vector, -march
-
-
-def fingerprint() -> str:
-    """What the sources say, so that a library built from others is noticed: it is in the library's name of its own symbol."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update((HERE / name).read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def compiler() -> str | None:
