@@ -13,7 +13,7 @@ The loss of one token is 1/2 ||M(k) - v||^2, so that every fast gradient is the 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ class Network:
     gated     three weights, out = W_3 (gelu(W_1 x) * (W_2 x)) (Atlas++)
     loss      "l2": 1/2 ||M(k) - v||^2 ; "dot": -<M(k), v> (linear attention, DLA, SWLA)
     eps       of the LayerNorm; at least 1e-5, because the gradient grows like 1 / ||z|| as the last weight shrinks
+    unit_hidden  scale the last layer's input to unit length, as keys are: it bounds the last layer's step (MLP only)
     """
 
     norm: bool = True
@@ -39,10 +40,13 @@ class Network:
     gated: bool = False
     loss: str = "l2"
     eps: float = 1e-5
+    unit_hidden: bool = False
 
     def __post_init__(self) -> None:
         if self.loss not in ("l2", "dot"):
             raise ValueError(f"Network.loss is 'l2' or 'dot', not {self.loss!r}")
+        if self.gated and self.unit_hidden:
+            raise ValueError("Network.unit_hidden is defined for the MLP only, not for the gated memory")
 
 
 MATRIX = Network(norm=False, residual=False)
@@ -65,6 +69,12 @@ def normalise(z: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return centred * inverse, inverse
 
 
+def unit_length(a: Tensor) -> tuple[Tensor, Tensor]:
+    """a / sqrt(||a||^2 + 1e-12), safe at zero with its gradient, and the inverse length."""
+    inverse = torch.rsqrt(a.square().sum(-1, keepdim=True) + 1e-12)
+    return a * inverse, inverse
+
+
 def affine_norm(z: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None) -> Tensor:
     """LN(z) with the trained scale and shift, if the network has a norm; else z."""
     if not network.norm:
@@ -81,7 +91,7 @@ def inputs_and_deltas(
     k (..., n, d_in), v (..., n, d_out), weights[l] (..., out, in) -> inputs[l] (..., n, in), deltas[l] (..., n, out).
     Titans appendix F: delta_{l-1} = (W_l^T delta_l) * gelu'(z_{l-1}), with the LayerNorm's backward at the top.
     """
-    target = v - k if network.residual else v
+    target = v - k if network.residual and network.loss == "l2" else v
     if network.gated:
         z1, z2 = k @ weights[0].mT, k @ weights[1].mT
         a1 = gelu(z1)
@@ -90,14 +100,52 @@ def inputs_and_deltas(
         back = top @ weights[2]
         return [k, k, hidden], [back * z2 * gelu_slope(z1), back * a1, top]
     inputs, pre = [k], []
+    inverse: Tensor | None = None
     for w in weights[:-1]:
         z = inputs[-1] @ w.mT
         pre.append(z)
         inputs.append(gelu(z))
+    if network.unit_hidden and pre:
+        inputs[-1], inverse = unit_length(inputs[-1])
     deltas = [_output_delta(inputs[-1] @ weights[-1].mT, target, network, affine)]
     for w, z in zip(reversed(weights[1:]), reversed(pre), strict=True):
-        deltas.append((deltas[-1] @ w) * gelu_slope(z))
+        back = deltas[-1] @ w
+        if inverse is not None:  # through a / ||a||, once, at the last hidden layer
+            unit = inputs[-1]
+            back = (back - unit * (back * unit).sum(-1, keepdim=True)) * inverse
+            inverse = None
+        deltas.append(back * gelu_slope(z))
     return inputs, deltas[::-1]
+
+
+def output(weights: Sequence[Tensor], x: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """M_W(x): x (..., n, d_in), weights[l] (..., out, in) -> (..., n, d_out)."""
+
+    def layer(index: int, a: Tensor) -> Tensor:
+        return a @ weights[index].mT
+
+    return forward(layer, len(weights), x, network, affine)
+
+
+def forward(
+    layer: Callable[[int, Tensor], Tensor],
+    depth: int,
+    x: Tensor,
+    network: Network,
+    affine: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The network on rows x, where layer(l, a) applies weight l: plain weights, or weights that differ by row without being formed."""
+    if network.gated:
+        z = layer(2, gelu(layer(0, x)) * layer(1, x))
+    else:
+        a = x
+        for index in range(depth - 1):
+            a = gelu(layer(index, a))
+        if network.unit_hidden and depth > 1:
+            a, _ = unit_length(a)
+        z = layer(depth - 1, a)
+    z = affine_norm(z, network, affine)
+    return x + z if network.residual else z
 
 
 def _output_delta(z: Tensor, target: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None) -> Tensor:

@@ -51,9 +51,12 @@ def memory_output(
     if network.gated:
         z = layer(weights[2], F.gelu(layer(weights[0], x)) * layer(weights[1], x))
     else:
-        z = layer(weights[0], x)
-        for w in weights[1:]:
-            z = layer(w, F.gelu(z))
+        a = x
+        for w in weights[:-1]:
+            a = F.gelu(layer(w, a))
+        if network.unit_hidden and len(weights) > 1:
+            a = a / (a.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+        z = layer(weights[-1], a)
     if network.norm:
         z = F.layer_norm(z, z.shape[-1:], eps=network.eps)
         if affine is not None:
@@ -88,6 +91,7 @@ def titans(
     gamma: Tensor | None = None,
     write: Tensor | None = None,
     muon: bool = False,
+    exact_last: bool = False,
 ) -> tuple[Tensor, OracleState]:
     """q, k (B, H, T, d_in), v (B, H, T, d_out) -> y (B, H, T, d_out) and the state after the last token.
 
@@ -96,6 +100,7 @@ def titans(
     gamma (B, H, T, c) by lag. write (B, T) bool; False: the token reads and changes nothing. Streams share one phase, so `write` with
     anchor_every > 1 must be the same for all of them.
     read: "after", "before" (the write), or "anchor" (the weights the chunk began with).
+    exact_last: the last layer's gradient at its true weights, over hidden features of the anchored layers below it.
     """
     L = len(state.W)
 
@@ -116,7 +121,10 @@ def titans(
             window = (*state.tail, (k[:, :, t], v[:, :, t]))
             lags = 1 if gamma is None else gamma.shape[-1]
             window = window[-lags:]
-            gradient = _surprise(anchor, window, None if gamma is None else gamma[:, :, t], network, affine)
+            gradient = list(_surprise(anchor, window, None if gamma is None else gamma[:, :, t], network, affine))
+            if exact_last:
+                mixed = (*anchor[:-1], state.W[-1])
+                gradient[-1] = _surprise(mixed, window, None if gamma is None else gamma[:, :, t], network, affine)[-1]
             S, W = [], []
             for i in range(L):
                 step, keep = gate(theta, t, i), 1.0 - gate(alpha, t, i)
