@@ -1,6 +1,8 @@
 // One vector width of the core. build.py compiles this file once a width: TETHYS_WIDTH floats a vector, TETHYS_CORE the table's name.
 #include "core.h"
 #include "linear.h"
+#include "deep_step.h"
+#include "deep_backward.h"
 
 namespace {
 
@@ -20,7 +22,18 @@ double fma(long repeats) { // 12 independent accumulators hide the latency of tw
   return 2.0 * VL * 12 * repeats;
 }
 
+long deep_count(const tethys::DeepCall& c) {
+  std::vector<Block> blocks;
+  size_t most = 0;
+  for (long i = 0; i < c.B; ++i) {
+    blocks_of(c, i, blocks);
+    most = blocks.size() > most ? blocks.size() : most;
+  }
+  return (long)most;
+}
+
 } // namespace
 
 extern const tethys::Core TETHYS_CORE;
-const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, nullptr, nullptr, nullptr, linear_saved, nullptr, fma};
+const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
+                                  deep_step, linear_saved, deep_count, deep_saved, fma};

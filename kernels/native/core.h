@@ -46,28 +46,28 @@ struct LinearCall {
 };
 
 struct DeepCall {
-  long B, H, T, d, h, chunk, blocks;
-  int read; // 0 after, 1 before, 2 anchor
+  long B, H, T, din, dout, h, chunk;
+  int read;     // 0 after the write, 1 before it, 2 the anchor
   bool norm, residual;
+  bool shared;  // one gate for both layers; gradients then go to layer 0 alone
   float eps;
   Rows q, k, v, y;
   Gate theta, eta, alpha;
   Mask write;
-  const int64_t* phase;            // (B,), may be null (all zero)
-  const float *scale, *shift;      // LayerNorm affine, (H, d) through affine_h stride, or null
-  long affine_h;
-  const float* init[2];            // (H or 1, h, d), (H or 1, d, h) with init_h stride, or null: decay to zero
-  long init_h[2];
-  const float *W[2], *S[2], *A[2]; // (B, H, h, d) and (B, H, d, h) contiguous
+  const int64_t* phase;          // (B,)
+  const float *scale, *shift;    // LayerNorm affine (H, dout), or null
+  const float* init[2];          // (H, h, din), (H, dout, h), or null: decay to zero
+  const float *W[2], *S[2], *A[2]; // weights, momentum, anchor: (B, H, h, din) and (B, H, dout, h) contiguous
   float *W_out[2], *S_out[2], *A_out[2];
-  float* saved;                    // block-start states, or null
+  float* saved;                  // block-start states, `blocks` a memory, or null
+  long blocks;
   // backward
   Rows dy, dq, dkey, dval;
   Gate dtheta, deta, dalpha;
   const float *dW_out[2], *dS_out[2], *dA_out[2];
   float *dW[2], *dS[2], *dA[2];
-  float *dscale, *dshift;          // (B, H, d)
-  float* dinit[2];                 // (B, H, h, d), (B, H, d, h)
+  float *dscale, *dshift;        // (B, H, dout)
+  float* dinit[2];               // (B, H, h, din), (B, H, dout, h)
 };
 
 // One table a vector width. Every function works on the memories [begin, end) of the B * H in a call.
@@ -80,7 +80,8 @@ struct Core {
   void (*deep_backward)(const DeepCall&, long begin, long end);
   void (*deep_step)(const DeepCall&, long begin, long end);
   size_t (*linear_saved)(const LinearCall&); // floats a memory
-  size_t (*deep_saved)(const DeepCall&);
+  long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
+  size_t (*deep_saved)(const DeepCall&);     // floats a block
   double (*fma)(long repeats); // runs repeats * flops-per-repeat fused multiply-adds in registers, returns the flops done
 };
 
