@@ -72,14 +72,22 @@ def status() -> Status:
     return Status(True, f"native kernels, {name}", width, "none")
 
 
+@functools.cache
+def _ops() -> Any:
+    """The operators; RuntimeError with the reason where the library cannot run."""
+    if not status().available:
+        raise RuntimeError(f"native kernels: {status().reason}")
+    return torch.ops.tethys_native
+
+
 def select_width(width: int) -> int:
     """Vectors of 16, 8 or 4 floats for every later call of this process (0: the widest); returns the width, 0 if the processor lacks it."""
-    return int(torch.ops.tethys_native.select_width(width)) if status().available else 0
+    return int(_ops().select_width(width))
 
 
 def fma_peak(seconds: float = 0.2) -> float:
     """FLOP/s of one core's fused multiply-adds in registers: the limit every share of peak is measured against (best of the time given)."""
-    fma, best, end = torch.ops.tethys_native.fma_flops, 0.0, time.perf_counter() + seconds
+    fma, best, end = _ops().fma_flops, 0.0, time.perf_counter() + seconds
     while time.perf_counter() < end:
         start = time.thread_time()  # processor time: a busy neighbour is not a slower processor
         flops = fma(100_000)
@@ -145,7 +153,7 @@ def linear_exact(
         y, W, S = _Linear.apply(q, k, v, theta, eta, alpha, write, W, S, chunk, read == "before")  # type: ignore[no-untyped-call]
         return y, MatrixState(W, S)
     y, W1, S1 = _empty_rows(v, v.shape[-1]), torch.empty_like(W), torch.empty_like(S)
-    torch.ops.tethys_native.linear_forward(q, k, v, theta, eta, alpha, write, W, S, y, W1, S1, None, chunk, read == "before")
+    _ops().linear_forward(q, k, v, theta, eta, alpha, write, W, S, y, W1, S1, None, chunk, read == "before")
     return y, MatrixState(W1, S1)
 
 
@@ -154,7 +162,7 @@ def linear_step_(
 ) -> None:
     """One token, in place: q, k (B, H, 1, d_k), v and y (B, H, 1, d_v); `state` and `y` are overwritten. For streams under inference_mode."""
     W, S = state
-    torch.ops.tethys_native.linear_forward(q, k, v, theta, eta, alpha, None, W, S, y, W, S, None, 1, False)
+    _ops().linear_forward(q, k, v, theta, eta, alpha, None, W, S, y, W, S, None, 1, False)
 
 
 class _Linear(torch.autograd.Function):
@@ -163,7 +171,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor | None, alpha: Tensor | None, write: Tensor | None, W: Tensor,
         S: Tensor, chunk: int, before: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        ops = torch.ops.tethys_native
+        ops = _ops()
         B, H, T, d_v = v.shape
         saved = v.new_empty(B * H * ops.linear_saved(T, k.shape[-1], d_v, chunk))
         y, W1, S1 = _empty_rows(v, d_v), torch.empty_like(W), torch.empty_like(S)
@@ -180,7 +188,7 @@ class _Linear(torch.autograd.Function):
         gates = [None if g is None else torch.empty_like(g) for g in (theta, eta, alpha)]
         dW1, dS1 = dW1.contiguous(), dS1.contiguous()
         dW, dS = torch.empty_like(dW1), torch.empty_like(dS1)
-        torch.ops.tethys_native.linear_backward(
+        _ops().linear_backward(
             q, k, v, theta, eta, alpha, write, saved, _rows(dy), dW1, dS1, dq, dk, dv, *gates, dW, dS, ctx.chunk, ctx.before
         )
         return dq, dk, dv, *gates, None, dW, dS, None, None
@@ -247,7 +255,7 @@ def deep(
         y, *out = _Deep.apply(write, phase, flags, _rows(q), _rows(k), _rows(v), *gates, *outer, *tensors)  # type: ignore[no-untyped-call]
     else:
         y, out = _empty_rows(v, v.shape[-1]), [torch.empty_like(x) for x in tensors]
-        torch.ops.tethys_native.deep_forward(
+        _ops().deep_forward(
             _rows(q), _rows(k), _rows(v), *gates, write, phase, *outer, [x.contiguous() for x in tensors], y, out, None, 0, *flags
         )
     written = T if write is None else write.sum(-1)
@@ -273,7 +281,7 @@ def deep_step_(
 ) -> None:
     """One token, in place: q, k, v and y (B, H, 1, d); `state`, its phase included, and `y` are overwritten. Under inference_mode only."""
     tensors = [*state.W, *state.S, *state.anchor]
-    torch.ops.tethys_native.deep_forward(
+    _ops().deep_forward(
         q, k, v, _by_layer(theta), _by_layer(eta), _by_layer(alpha), None, state.phase, *_outer(init, affine, network), tensors, y, tensors,
         None, 0, chunk, READS.index(read), network.norm, network.residual, network.eps,
     )  # fmt: skip
@@ -300,7 +308,7 @@ class _Deep(torch.autograd.Function):
         eta: Tensor | None, alpha: Tensor | None, init1: Tensor | None, init2: Tensor | None, scale: Tensor | None, shift: Tensor | None,
         *state: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        ops = torch.ops.tethys_native
+        ops = _ops()
         B, H, T, d_out = v.shape
         h, d_in = state[0].shape[-2:]
         blocks = ops.deep_count(phase, write, T, flags[0])
@@ -327,7 +335,7 @@ class _Deep(torch.autograd.Function):
         grads = [torch.empty_like(x) for x in dstate]
         dinit = [] if init1 is None else [dstate[0].new_empty(B, *init1.shape), dstate[0].new_empty(B, *init2.shape)]
         daffine = [] if scale is None else [v.new_empty(B, H, d_out), v.new_empty(B, H, d_out)]
-        torch.ops.tethys_native.deep_backward(
+        _ops().deep_backward(
             q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, [anchor1, anchor2], saved, ctx.blocks, _rows(dy), list(dstate),
             dq, dk, dv, *(None if g is None else g.expand(B, H, T, 2) for g in dgates), [*grads, *dinit, *daffine], *ctx.flags,
         )  # fmt: skip
