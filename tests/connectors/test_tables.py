@@ -8,9 +8,7 @@ import pytest
 from connectors import tables
 from connectors.errors import UserError
 
-FRAME = pl.DataFrame(
-    {"unique_id": ["a", "a", "b"], "ds": [datetime(2024, 1, 1, h) for h in (0, 1, 0)], "y": [1.0, 2.5, None]}
-)
+FRAME = pl.DataFrame({"unique_id": ["a", "a", "b"], "ds": [datetime(2024, 1, 1, h) for h in (0, 1, 0)], "y": [1.0, 2.5, None]})
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.parquet"])
@@ -75,7 +73,7 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
         tables.read(tmp_path / "t.xlsx")
     with pytest.raises(UserError, match="cannot write"):
         tables.write(FRAME, tmp_path / "t.xlsx")
-    with pytest.raises(UserError, match="folder .* does not exist"):
+    with pytest.raises(UserError, match=r"folder .* does not exist"):
         tables.write(FRAME, tmp_path / "nowhere" / "t.csv")
     with pytest.raises(UserError, match="cannot read"):
         tables.read("postgresql://127.0.0.1:1/db#t")
