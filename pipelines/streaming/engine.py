@@ -294,7 +294,7 @@ class Engine:
         """SHA-256 over the states of all streams, by name: equal digests are equal states, bit for bit."""
         total = hashlib.sha256()
         for name in self.names():
-            total.update(json.dumps(name).encode() + hashlib.sha256(self.slots.export(name) or b"").digest())
+            total.update(json.dumps(name).encode() + hashlib.sha256(self.slots.snapshot(name) or b"").digest())
         return total.hexdigest()
 
 

@@ -109,9 +109,8 @@ def work(
     batch_rows = min(batch_rows, max_resident)
     stop = Stop() if stop is None else stop
     begun = time.monotonic()
-    settings = {"model": model.version, **policy.settings()}
-    progress = store.claim(settings)
     engine = Engine(model, policy, store, max_resident=max_resident)
+    progress = store.claim({"model": model.version, **policy.settings(), "state": engine.slots.layout.signature})
     sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
         sink.resume(progress.receipts.get(name))
