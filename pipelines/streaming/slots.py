@@ -48,7 +48,7 @@ class Layout:
         """The streams of `rows`, stacked."""
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), sum(self._bytes))
         parts = iter(
-            part.contiguous().view(dtype).view(len(rows), *shape)
+            part.clone(memory_format=torch.contiguous_format).view(dtype).view(len(rows), *shape)
             for part, (_, dtype, shape) in zip(flat.split(self._bytes, 1), self._parts, strict=True)
         )
         return map_state(lambda _: next(parts), self._one)
