@@ -141,19 +141,16 @@ class Engine:
         counters["gap_steps"] += sum(row.gap for row in rows)
         rounds = self._learn(rows)
         self.slots.changed(dict.fromkeys([r.unique_id for r in records] + list(arrivals.flush)), batch)
-        batch_round = self._merge(rounds)
-        verdict = batch_round.verdict
-        judged = ~verdict.surprise.isnan()
-        alarms = self._alarms(batch_round)
+        whole = self._merge(rounds)
+        surprise = whole.verdict.surprise
+        alarms, forecasts = self._alarms(whole), self._forecasts(whole)
         counters.update(
-            judged=int(judged.sum()),
-            covered=int(verdict.covered.sum()),
+            judged=int((~surprise.isnan()).sum()),
+            covered=int(whole.verdict.covered.sum()),
             alarms=alarms.height,
             forecasts=len(rows) * self.model.horizon,
         )
-        forecasts = self._forecasts(batch_round)
-        surprise = verdict.surprise.nanmean().item()
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise)
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item())
 
     def _feed(self, arrivals: Arrivals, rows: list[Row]) -> Iterable[tuple[Record, str]]:
         slots, policy = self.slots, self.policy
@@ -225,12 +222,14 @@ class Engine:
         if len(rounds) == 1:
             return rounds[0]
         return Round(
-            [name for one in rounds for name in one.names],
-            np.concatenate([one.ds for one in rounds]),
-            torch.cat([one.value for one in rounds]),
-            np.concatenate([one.future for one in rounds]),
-            *(torch.cat([getattr(one, part) for one in rounds]) for part in ("forecast", "low", "high")),
-            Verdict(*(torch.cat([getattr(one.verdict, f.name) for one in rounds]) for f in fields(Verdict))),
+            names=[name for one in rounds for name in one.names],
+            ds=np.concatenate([one.ds for one in rounds]),
+            value=torch.cat([one.value for one in rounds]),
+            future=np.concatenate([one.future for one in rounds]),
+            forecast=torch.cat([one.forecast for one in rounds]),
+            low=torch.cat([one.low for one in rounds]),
+            high=torch.cat([one.high for one in rounds]),
+            verdict=Verdict(*(torch.cat([getattr(one.verdict, f.name) for one in rounds]) for f in fields(Verdict))),
         )
 
     def _time(self, name: str, ds: np.ndarray) -> pl.Series:
