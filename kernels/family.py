@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.linear import MatrixState, StaleState, linear_exact, linear_stale
 from kernels.mlp import Affine, DeepState, deep
-from kernels.network import Network
+from kernels.network import DEFAULT, Network
 
 
 def delta_net(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: MatrixState, *, chunk: int = 64) -> tuple[Tensor, MatrixState]:
@@ -57,7 +57,7 @@ def dla(
     *,
     init: Sequence[Tensor] | None,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
 ) -> tuple[Tensor, DeepState]:
     """Deep linear attention: a deep memory that descends -<M(k_t), v_t>, with decay and without momentum."""
@@ -75,7 +75,7 @@ def omega_net(
     *,
     init: Sequence[Tensor] | None,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
 ) -> tuple[Tensor, DeepState]:
     """OmegaNet: gradient descent with decay on the last c tokens (ATLAS Eqs. 8-11); Atlas without Muon."""
@@ -90,7 +90,7 @@ def ttt(
     state: DeepState,
     *,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
 ) -> tuple[Tensor, DeepState]:
     """TTT: gradient descent at the chunk's start, no momentum and no decay; TTT-Linear has one weight, TTT-MLP two."""

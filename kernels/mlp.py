@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.coefficients import Coefficients, coefficients, window
 from kernels.grid import Grid, phased_grid
 from kernels.linear import READS, carry_window, check_window, closing, opening
-from kernels.network import Network, forward, inputs_and_deltas, output
+from kernels.network import DEFAULT, Network, forward, inputs_and_deltas, output
 
 BLOCK = 16  # chunks at once without autograd: bounds the chunk-start weights held for the reads
 
@@ -68,7 +68,7 @@ def deep(
     *,
     init: Sequence[Tensor] | None,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
     read: str = "after",
     write: Tensor | None = None,

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.coefficients import clamp_gates, coefficients, window
 from kernels.linear import carry_window, check_window, opening
-from kernels.mlp import Affine, DeepState, Weights, deep_state
-from kernels.network import Network, forward, inputs_and_deltas
+from kernels.mlp import Affine, Weights, deep_state
+from kernels.network import DEFAULT, Network, forward, inputs_and_deltas
 from kernels.newton_schulz import newton_schulz
 
 
@@ -60,7 +60,7 @@ def atlas(
     init: Sequence[Tensor] | None,
     chunk: int = 16,
     every: int = 1,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
     gamma: Tensor | None = None,
     read: str = "after",

@@ -1,30 +1,13 @@
-"""Carried attention, and the exponential-kernel memories against explicit features (papers' tests T6, T7, T16)."""
+"""Carried sliding-window attention against its definition (papers' tests T6, T7)."""
 
 from __future__ import annotations
 
-from functools import partial
-
-import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.attention import (
-    attend,
-    attention_state,
-    deep_transformer,
-    dot,
-    dot_triangular,
-    exponential,
-    kernel_state,
-    swdt,
-    truncated_exponential,
-)
-from kernels.features import polynomial, taylor_coefficients
-from kernels.linear import MatrixState, linear_exact, linear_stale, stale_state
-from kernels.network import MATRIX
-from kernels.reference import oracle_state, titans
+from kernels.attention import KeyValues, empty_past, rope, sliding_window
 
 
 def draw(seed: int, *shape: int) -> Tensor:
@@ -35,111 +18,48 @@ def close(a: Tensor, b: Tensor, tol: float = 1e-9) -> None:
     torch.testing.assert_close(a, b, atol=tol, rtol=tol)
 
 
-def slow_attention(q: Tensor, k: Tensor, v: Tensor, window: int, segments: bool, prefix: tuple[Tensor, Tensor], write: Tensor) -> Tensor:
-    """One query at a time, from the definition. k (B, H, T, m, d)."""
-    y = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
-    for b in range(q.shape[0]):
-        written: list[int] = []
-        for t in range(q.shape[2]):
-            older = written[len(written) - len(written) % window :] if segments else written[len(written) - min(len(written), window - 1) :]
-            seen = [*older, t]
-            keys = torch.cat([prefix[0], k[b][:, seen].flatten(1, 2)], 1)
-            values = torch.cat([prefix[1], v[b][:, seen].flatten(1, 2)], 1)
-            weight = torch.softmax(torch.einsum("hd,hnd->hn", q[b, :, t], keys) / q.shape[-1] ** 0.5, -1)
-            y[b, :, t] = torch.einsum("hn,hnd->hd", weight, values)
-            if write[b, t]:
-                written.append(t)
-    return y
+def slow_attention(q: Tensor, k: Tensor, v: Tensor, window: int, prefix: KeyValues) -> Tensor:
+    """One query at a time, from the definition."""
+    outputs = []
+    for t in range(q.shape[2]):
+        seen = slice(max(0, t + 1 - window), t + 1)
+        keys = torch.cat([prefix.keys.expand(q.shape[0], -1, -1, -1), k[:, :, seen]], 2)
+        values = torch.cat([prefix.values.expand(q.shape[0], -1, -1, -1), v[:, :, seen]], 2)
+        weight = torch.softmax(torch.einsum("bhd,bhnd->bhn", q[:, :, t], keys) / q.shape[-1] ** 0.5, -1)
+        outputs.append(torch.einsum("bhn,bhnd->bhd", weight, values))
+    return torch.stack(outputs, 2)
 
 
-@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 17), st.booleans(), st.integers(1, 2), st.lists(st.integers(0, 17), max_size=3))
-def test_attention_sees_its_window_its_prefix_and_nothing_else(
-    seed: int, window: int, T: int, segments: bool, lanes: int, cuts: list[int]
-) -> None:
-    B, H, d = 2, 2, 3
-    q, k, v = draw(seed, B, H, T, d), draw(seed + 1, B, H, T, lanes, d), draw(seed + 2, B, H, T, lanes, d)
-    prefix = draw(seed + 3, H, 2, d), draw(seed + 4, H, 2, d)
-    write = torch.ones(B, T, dtype=torch.bool)
-    empty = attention_state(B, H, window, d, d, lanes=lanes, dtype=torch.float64)
-    want = slow_attention(q, k, v, window, segments, prefix, write)
-    close(attend(q, k, v, empty, segments=segments, prefix=prefix)[0], want)
+@settings(max_examples=20)
+@given(st.integers(0, 999), st.integers(1, 6), st.integers(1, 17), st.lists(st.integers(0, 17), max_size=3))
+def test_attention_sees_its_window_and_its_prefix_in_any_split(seed: int, window: int, T: int, cuts: list[int]) -> None:
+    B, H, d = 2, 2, 4
+    q, k, v = (draw(seed + i, B, H, T, d) for i in range(3))
+    prefix = KeyValues(draw(seed + 3, 1, H, 2, d), draw(seed + 4, 1, H, 2, d))
+    want = slow_attention(q, k, v, window, prefix)
+    past, seen, pieces = empty_past(B, H, window - 1, d, q), torch.zeros(B, dtype=torch.long), []
     edges = [0, *sorted(min(c, T) for c in cuts), T]
-    state, pieces = empty, []
     for a, b in zip(edges, edges[1:], strict=False):
-        y, state = attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], state, segments=segments, prefix=prefix)
+        if a == b:
+            continue
+        y, past = sliding_window(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], past, seen, prefix)
+        seen = seen + (b - a)
         pieces.append(y)
     close(torch.cat(pieces, 2), want)
-    assert (state.count == T).all()
-    some = torch.rand(B, T, generator=torch.Generator().manual_seed(seed)) < 0.6
-    close(attend(q, k, v, empty, segments=segments, prefix=prefix, write=some)[0], slow_attention(q, k, v, window, segments, prefix, some))
 
 
-def test_attention_is_causal() -> None:  # T7
+def test_attention_is_causal() -> None:
     q, k, v = (draw(i, 1, 2, 12, 4).requires_grad_() for i in range(3))
-    y, _ = attend(q, k, v, attention_state(1, 2, 5, 4, 4, dtype=torch.float64), segments=True)
+    y, _ = sliding_window(q, k, v, empty_past(1, 2, 4, 4, q.detach()), torch.zeros(1, dtype=torch.long))
     y[:, :, 6].sum().backward()
     for x in (k, v):
-        assert x.grad is not None and not x.grad[:, :, 7:].any() and not x.grad[:, :, :5].any()
+        assert x.grad is not None and not x.grad[:, :, 7:].any() and not x.grad[:, :, :2].any()
 
 
-def test_a_cache_for_another_width_is_refused() -> None:
-    with pytest.raises(ValueError, match="cache holds"):
-        attend(draw(0, 1, 1, 2, 4), draw(1, 1, 1, 2, 4), draw(2, 1, 1, 2, 4), attention_state(1, 1, 3, 5, 4))
+def test_rotation_depends_on_distance_alone() -> None:
+    q, k = draw(0, 1, 1, 1, 8), draw(1, 1, 1, 1, 8)
 
+    def score(at: int, of: int) -> Tensor:
+        return (rope(q, torch.tensor([[at]])) * rope(k, torch.tensor([[of]]))).sum()
 
-T, D = 13, 3
-KERNEL = partial(truncated_exponential, degree=2)
-
-
-def features(x: Tensor) -> Tensor:
-    return polynomial(x, taylor_coefficients(2, torch.float64), normalise=False)
-
-
-def tokens() -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    theta, alpha = torch.sigmoid(draw(3, 2, 1, T)) * 0.2, torch.sigmoid(draw(4, 2, 1, T)) * 0.3
-    return draw(0, 2, 1, T, D), draw(1, 2, 1, T, D), draw(2, 2, 1, T, 2), theta, alpha, torch.sigmoid(draw(5, 2, 1, T, 3))
-
-
-def test_dot_is_the_delta_rule_over_explicit_features() -> None:  # T16
-    q, k, v, theta, alpha, gamma = tokens()
-    zero = torch.zeros(2, 1, 2, features(k).shape[-1], dtype=torch.float64)
-    want, _ = linear_exact(features(q), features(k), v, theta, None, None, MatrixState(zero, zero))
-    empty = kernel_state(2, 1, D, 2, torch.float64)
-    close(dot_triangular(q, k, v, theta, kernel=KERNEL), want)
-    close(dot(q, k, v, theta, None, empty, kernel=KERNEL)[0], want)
-    windowed, _ = titans(features(q), features(k), v, theta, None, alpha, oracle_state([zero]), network=MATRIX, gamma=gamma)
-    close(dot(q, k, v, theta, alpha, empty, gamma=gamma, kernel=KERNEL)[0], windowed)
-    close(dot(q, k, v, theta, None, empty)[0], dot_triangular(q, k, v, theta))
-
-
-def test_deep_transformer_and_swdt_are_linear_attention_over_explicit_features() -> None:  # T16
-    q, k, v, _, _, gamma = tokens()
-    one = torch.ones(2, 1, T, dtype=torch.float64)
-    phi = [features(x) for x in (q, k)]
-    empty = kernel_state(2, 1, D, 2, torch.float64)
-    init = torch.zeros(1, 2, phi[0].shape[-1], dtype=torch.float64)
-    want, _ = linear_stale(*phi, v, one, None, None, stale_state(init, 2), loss="dot")
-    close(deep_transformer(q, k, v, empty, kernel=KERNEL)[0], want)
-    want, _ = linear_stale(*phi, v, one, None, None, stale_state(init, 2, window=3), loss="dot", gamma=gamma)
-    close(swdt(q, k, v, gamma, empty, kernel=KERNEL)[0], want)
-    close(deep_transformer(q, k, v, empty)[0], exponential(q, k).tril() @ v)
-
-
-@pytest.mark.parametrize("cuts", [[1], [5], [1, 2, 12]])
-def test_kernel_memories_in_any_split(cuts: list[int]) -> None:  # T6
-    q, k, v, theta, alpha, gamma = tokens()
-    edges = [0, *cuts, T]
-    for run in (
-        lambda part, s: deep_transformer(q[:, :, part], k[:, :, part], v[:, :, part], s),
-        lambda part, s: swdt(q[:, :, part], k[:, :, part], v[:, :, part], gamma[:, :, part], s),
-        lambda part, s: dot(
-            q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], alpha[:, :, part], s, gamma=gamma[:, :, part], kernel=KERNEL
-        ),
-    ):
-        whole, end = run(slice(0, T), kernel_state(2, 1, D, 2, torch.float64))
-        state, pieces = kernel_state(2, 1, D, 2, torch.float64), []
-        for a, b in zip(edges, edges[1:], strict=False):
-            y, state = run(slice(a, b), state)
-            pieces.append(y)
-        close(torch.cat(pieces, 2), whole)
-        close(state.rows, end.rows)
+    close(score(5, 2), score(105, 102), 1e-5)

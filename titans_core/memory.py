@@ -1,0 +1,195 @@
+"""NeuralMemory: a layer whose memory keeps learning, as a pure function of (tokens, state).
+
+Projections, short convolutions and gates are trained; what learns at test time is the state that goes in and comes
+out. Nothing here needs autograd to write, so the layer gives the same numbers under `torch.inference_mode()`.
+
+Axis letters: B streams, T tokens, D model width, H heads, d = D / H.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import linear
+from kernels.linear import MatrixState, StaleState
+from kernels.mlp import DeepState, deep, deep_state
+from kernels.network import Network, output
+from titans_core.config import MemoryConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last axis."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows of length one; a zero row stays zero, with a finite gradient (papers E.6.5)."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+class CausalConv(nn.Module):
+    """Depthwise causal convolution; the last size - 1 inputs are carried from call to call (B, size - 1, channels)."""
+
+    def __init__(self, channels: int, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.weight = nn.Parameter(torch.zeros(size, channels))
+        with torch.no_grad():
+            self.weight[-1] = 1.0  # starts as the identity
+            self.weight.add_(torch.randn(size, channels) * 0.02)
+
+    def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """x (B, T, channels), tail -> (y, next tail)."""
+        if self.size == 1:
+            return x * self.weight[0], tail
+        padded = torch.cat((tail, x), dim=1)
+        length = x.shape[1]
+        y = padded[:, :length] * self.weight[0]
+        for lag in range(1, self.size):
+            y = y + padded[:, lag : lag + length] * self.weight[lag]
+        return y, padded[:, length:]
+
+
+Memory = MatrixState | StaleState | DeepState
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """All that a NeuralMemory learns at test time: the memory itself and the convolution's last inputs."""
+
+    memory: Memory
+    conv: Tensor  # (B, conv - 1, 3 D)
+
+
+class NeuralMemory(nn.Module):
+    """Long-term memory layer (Titans section 3.1; defaults of papers A.1, A.8 and E.2).
+
+    Keys and queries: linear, convolution, SiLU, unit length (times sqrt(d) for an MLP memory, which unit keys would keep
+    in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory layer: alpha = sigmoid (forget), eta = sigmoid
+    (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact form stays finite for unit keys, divided by the
+    chunk where the gradient is taken at the chunk's start, and by d where the keys are longer.
+    Output: per-head RMSNorm, gate SiLU(x W_g), projection.
+    """
+
+    def __init__(self, config: MemoryConfig) -> None:
+        super().__init__()
+        self.config = config
+        dim, heads, width = config.dim, config.heads, config.width
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.conv = CausalConv(3 * dim, config.conv)
+        self.matrix = config.rule in ("exact", "stale")
+        if self.matrix:
+            shapes = [(width, width)]
+        elif config.rule == "gated":
+            shapes = [(config.expansion * width, width)] * 2 + [(width, config.expansion * width)]
+        else:
+            sizes = [width, *[config.expansion * width] * (config.depth - 1), width]
+            shapes = list(zip(sizes[1:], sizes[:-1], strict=True))
+        self.init = nn.ParameterList(
+            torch.zeros(heads, *shape) if self.matrix else torch.randn(heads, *shape) / math.sqrt(shape[1]) for shape in shapes
+        )
+        hybrid = config.rule == "hybrid"
+        self.network = Network(norm=not hybrid, gated=config.rule == "gated", unit_hidden=hybrid)
+        self.layers = len(shapes)
+        self.gates = nn.Linear(dim, 3 * heads * self.layers)
+        nn.init.zeros_(self.gates.weight)
+        with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
+            self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(heads * self.layers))
+        if config.window > 1:  # the newest token's gate is open, older ones less and less (papers B.2)
+            self.lags = nn.Linear(dim, heads * config.window)
+            nn.init.zeros_(self.lags.weight)
+            with torch.no_grad():
+                self.lags.bias.copy_(torch.linspace(2.0, -2.0, config.window).repeat(heads))
+        self.gate = nn.Linear(dim, dim, bias=False)
+        self.norm = RMSNorm(width)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def initial_state(self, batch: int) -> MemoryState:
+        """Streams that have seen nothing: the learned initial memory, no momentum, an empty convolution."""
+        config, init = self.config, tuple(self.init)
+        tail = init[0].new_zeros(batch, config.conv - 1, 3 * config.dim)
+        if not self.matrix:
+            return MemoryState(deep_state(init, batch, config.window), tail)
+        start = torch.zeros_like(init[0]) if config.decay_to_init else init[0]
+        if config.rule == "exact":
+            return MemoryState(linear.matrix_state(start, batch), tail)
+        return MemoryState(linear.stale_state(start, batch, config.window), tail)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """(B, T, D) -> (B, H, T, d)."""
+        return x.unflatten(-1, (self.config.heads, self.config.width)).transpose(1, 2)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Keys or queries (B, H, T, d) from their convolved projection (B, T, D)."""
+        rows = unit(self._heads(x))
+        return rows if self.matrix else rows * math.sqrt(self.config.width)
+
+    def _output(self, y: Tensor, x: Tensor) -> Tensor:
+        """Reads (B, H, T, d) and layer input (B, T, D) -> layer output (B, T, D)."""
+        normed: Tensor = self.norm(y).transpose(1, 2).flatten(-2)
+        out: Tensor = self.out(normed * F.silu(self.gate(x)))
+        return out
+
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """theta, eta, alpha: (B, H, T), or (B, H, T, layers) for an MLP; in float32 or finer (papers E.6.4)."""
+        config = self.config
+        gates = self.gates(x)
+        gates = torch.sigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+        gates = gates.unflatten(-1, (3, config.heads, self.layers)).permute(2, 0, 3, 1, 4)  # (3, B, H, T, layers)
+        alpha, eta, theta = gates.squeeze(-1) if self.matrix else gates
+        theta = (1 - eta) * theta if config.momentum else theta
+        # E.2: a gradient taken at the chunk's start serves up to `chunk` tokens, so its step has to be that much smaller.
+        theta = theta / ((1 if config.rule == "exact" else config.chunk) * (1 if self.matrix else config.width))
+        return theta, eta if config.momentum else None, alpha if config.decay else None
+
+    def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
+        config = self.config
+        mixed, tail = self.conv(self.qkv(x), state.conv)
+        q, k, v = F.silu(mixed).chunk(3, dim=-1)
+        q, k, v = self._keys(q), self._keys(k), self._heads(v)
+        theta, eta, alpha = self._gates(x)
+        gamma = None
+        if config.window > 1:
+            gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+        old, memory = state.memory, state.memory
+        if isinstance(old, DeepState):
+            y, memory = deep(
+                q, k, v, theta, eta, alpha, old, init=tuple(self.init) if config.decay_to_init else None, chunk=config.chunk,
+                network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
+            )  # fmt: skip
+            return self._output(y, x), MemoryState(memory, tail)
+        if config.decay_to_init:
+            # The memory holds the deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
+            v = v - k @ self.init[0].mT
+        if isinstance(old, StaleState):
+            y, memory = linear.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
+        else:
+            y, memory = linear.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
+        if config.decay_to_init:
+            y = y + q @ self.init[0].mT
+        return self._output(y, x), MemoryState(memory, tail)
+
+    def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
+        """Read without a write: queries of x (B, T, D) against one fixed memory.
+
+        tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
+        """
+        mixed, tail = self.conv(self.qkv(x), tail)
+        q = self._keys(F.silu(mixed).chunk(3, dim=-1)[0])
+        if isinstance(memory, DeepState):
+            y = output(memory.W, q, self.network)
+        else:
+            y = q @ (memory.W + self.init[0] if self.config.decay_to_init else memory.W).mT
+        return self._output(y, x), tail
