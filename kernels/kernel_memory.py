@@ -1,7 +1,7 @@
 """ATLAS' exponential-kernel memories in exact form: DeepTransformer, SWDT and Dot (ATLAS section 4 and Table 1).
 
-Their features phi* are infinite, phi*(x) . phi*(y) = exp(x . y), so no weight matrix can hold them. A *matrix* memory over phi* is still exactly
-a set of rows, one a token, that grows with the stream and meets queries through the kernel. (A deep memory over phi* is not
+Their features phi* are infinite, phi*(x) . phi*(y) = exp(x . y), so no weight matrix can hold them. A *matrix* memory over phi* is
+still exactly a set of rows, one a token, that grows with the stream and meets queries through the kernel. (A deep memory over phi* is not
 computable; the paper gives no recipe for one.)
 """
 
@@ -54,9 +54,7 @@ def deep_transformer(q: Tensor, k: Tensor, v: Tensor, state: KernelState, *, ker
     return kernel(q, new.keys).tril(state.keys.shape[2]) @ new.rows, new
 
 
-def swdt(
-    q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: KernelState, *, kernel: Kernel = exponential
-) -> tuple[Tensor, KernelState]:
+def swdt(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor, state: KernelState, *, kernel: Kernel = exponential) -> tuple[Tensor, KernelState]:
     """Sliding-window DeepTransformer: W_t = W_{t-1} + sum_r gamma_{t,r} v_{t-r} phi*(k_{t-r})^T; gamma (B, H, T, c).
 
     A token is written once by each later token whose window holds it: y_t = sum_i K(q_t, k_i) (rows_i + G[t,i] v_i).

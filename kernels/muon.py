@@ -1,6 +1,8 @@
 """Atlas: the Omega rule with Muon as the inner optimiser (ATLAS Eqs. 32-33, 57-58, in a consistent sign).
 
-    G_t = grad_W sum_{i in window} gamma_{t,i} loss_i         S_t = eta_t S_{t-1} + G_t         W_t = (1 - alpha_t) W_{t-1} - theta_t NS(S_t)
+    G_t = grad_W sum_{i in window} gamma_{t,i} loss_i
+    S_t = eta_t S_{t-1} + G_t
+    W_t = (1 - alpha_t) W_{t-1} - theta_t NS(S_t)
 
 Orthogonalisation is not linear, so the dual form ends here: momentum is formed for the tokens that orthogonalise. `every` says which:
 
@@ -22,6 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.coefficients import clamp_gates, coefficients, window
+from kernels.grid import part_of
 from kernels.linear import carry_window, check_window, opening
 from kernels.mlp import Affine, Weights, deep_state
 from kernels.network import DEFAULT, Network, forward, inputs_and_deltas
@@ -78,7 +81,8 @@ def atlas(
     check_window(gamma, state.keys, "atlas")
     B, H, T = k.shape[:3]
     depth = len(state.W)
-    gates = [None if g is None else (g.unsqueeze(-1).expand(B, H, T, depth) if g.dim() == 3 else g) for g in (theta, eta, alpha)]
+    theta = _by_layer(theta, depth)
+    eta, alpha = (None if g is None else _by_layer(g, depth) for g in (eta, alpha))
     low, high = (int(p) for p in state.phase.aminmax())
     outputs = [v.new_zeros(B, H, 0, v.shape[-1])]
     at = 0
@@ -87,20 +91,24 @@ def atlas(
         size = 1 if low != high or write is not None else min(T - at, chunk - (low + at) % chunk)
         part = slice(at, at + size)
         y, state = _piece(
-            q[:, :, part], k[:, :, part], v[:, :, part], *(None if g is None else g[:, :, part] for g in gates),
-            state, init, chunk, every, network, affine, None if gamma is None else gamma[:, :, part], read,
-            None if write is None else write[:, part],
+            q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], part_of(eta, part), part_of(alpha, part),
+            state, init, chunk, every, network, affine, part_of(gamma, part), read, None if write is None else write[:, part],
         )  # fmt: skip
         outputs.append(y)
         at += size
     return torch.cat(outputs, 2), state
 
 
+def _by_layer(gate: Tensor, depth: int) -> Tensor:
+    """(B, H, T) -> (B, H, T, L); a gate of its own for each layer stays as it is."""
+    return gate.unsqueeze(-1).expand(*gate.shape, depth) if gate.dim() == 3 else gate
+
+
 def _piece(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    theta: Tensor | None,
+    theta: Tensor,
     eta: Tensor | None,
     alpha: Tensor | None,
     state: AtlasState,
@@ -114,7 +122,6 @@ def _piece(
     write: Tensor | None,
 ) -> tuple[Tensor, AtlasState]:
     """n tokens inside one chunk. Gates (B, H, n, L)."""
-    assert theta is not None
     dtype = state.W[0].dtype
     n, depth = theta.shape[2:]
     anchor = tuple(opening(state.phase, w, a) for w, a in zip(state.W, state.anchor, strict=True))
@@ -198,7 +205,7 @@ def _piece(
 def _orthogonalise(S: Tensor) -> Tensor:
     """NS of every momentum matrix; recomputed in the backward pass, which would otherwise keep three matrices an iteration."""
     if torch.is_grad_enabled() and S.requires_grad:
-        return checkpoint(newton_schulz, S, use_reentrant=False)  # type: ignore[no-any-return]
+        return checkpoint(newton_schulz, S, use_reentrant=False)
     return newton_schulz(S)
 
 
@@ -208,10 +215,13 @@ def _only(write: Tensor, new: AtlasState, old: AtlasState) -> AtlasState:
     def choose(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(write.view(-1, *[1] * (a.dim() - 1)), a, b)
 
-    fields = []
-    for a, b in zip(new, old, strict=True):
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            fields.append(choose(a, b))
-        else:
-            fields.append(tuple(choose(x, y) for x, y in zip(a, b, strict=True)))  # type: ignore[arg-type]
-    return AtlasState(*fields)  # type: ignore[arg-type]
+    return AtlasState(
+        W=tuple(choose(a, b) for a, b in zip(new.W, old.W, strict=True)),
+        S=tuple(choose(a, b) for a, b in zip(new.S, old.S, strict=True)),
+        anchor=tuple(choose(a, b) for a, b in zip(new.anchor, old.anchor, strict=True)),
+        phase=choose(new.phase, old.phase),
+        keys=choose(new.keys, old.keys),
+        values=choose(new.values, old.values),
+        keep=choose(new.keep, old.keep),
+        step=choose(new.step, old.step),
+    )

@@ -33,7 +33,7 @@ class OracleState:
     anchor: tuple[Tensor, ...]
     phase: int = 0
     tail: tuple[tuple[Tensor, Tensor], ...] = ()
-    gathered: tuple[tuple[Tensor, Tensor], ...] = ()  # Muon only: decay and step of the block that is still open, by layer
+    gathered: tuple[tuple[Tensor | float, Tensor | float], ...] = ()  # Muon only: decay and step of the block that is still open, by layer
 
 
 def oracle_state(weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = None) -> OracleState:
@@ -42,9 +42,7 @@ def oracle_state(weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = 
     return OracleState(W=tuple(weights), S=S, anchor=tuple(weights))
 
 
-def memory_output(
-    weights: Sequence[Tensor], x: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def memory_output(weights: Sequence[Tensor], x: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """M_W(x): x (B, H, d_in) -> (B, H, d_out)."""
 
     def layer(w: Tensor, a: Tensor) -> Tensor:
@@ -66,9 +64,7 @@ def memory_output(
     return x + z if network.residual else z
 
 
-def memory_loss(
-    weights: Sequence[Tensor], k: Tensor, v: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def memory_loss(weights: Sequence[Tensor], k: Tensor, v: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """(B, H): 1/2 ||M(k) - v||^2, or -<M(k), v> for the linear-attention family."""
     out = memory_output(weights, k, network, affine)
     if network.loss == "dot":
@@ -141,7 +137,7 @@ def titans(
                 decay, size = keep * decay, keep * size + step
                 if (state.phase + 1) % muon_every == 0:
                     W.append(target + decay * (state.W[i] - target) - size * newton_schulz(S[i]))
-                    decay, size = torch.ones_like(size), torch.zeros_like(size)
+                    decay, size = 1.0, 0.0
                 else:
                     W.append(state.W[i])
                 gathered.append((decay, size))

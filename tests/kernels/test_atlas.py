@@ -145,7 +145,7 @@ def test_associative_scan_is_the_coefficient_block(case: Case) -> None:
 
 def test_special_cases_by_their_own_recurrences() -> None:  # T8
     case = fixed_case()
-    q, k, v, theta, eta, alpha = case.tokens
+    q, k, v, theta, _, alpha = case.tokens
     start = case.matrix_state()
 
     def loop(write) -> Tensor:  # type: ignore[no-untyped-def]
@@ -186,7 +186,7 @@ def test_special_cases_by_their_own_recurrences() -> None:  # T8
 
 def test_deep_relatives_are_settings_of_the_oracle() -> None:  # T8
     case = fixed_case("two layers, norm, residual", matrix=False)
-    q, k, v, theta, eta, alpha = case.tokens
+    q, k, v, theta, _, alpha = case.tokens
     still = case.deep_state()._replace(S=tuple(torch.zeros_like(s) for s in case.S))
     plain = still._replace(keys=still.keys[:, :, :0], values=still.values[:, :, :0])
     options = {"network": case.network, "affine": case.affine}
@@ -200,7 +200,9 @@ def test_deep_relatives_are_settings_of_the_oracle() -> None:  # T8
     want, _ = titans(q, k, v, theta, None, None, start, anchor_every=4, **options)
     close(family.ttt(q, k, v, theta, plain, chunk=4, **options)[0], want)
     one = torch.ones_like(case.gamma[..., :1])
-    close(deep(*case.tokens, plain, init=None, chunk=4, gamma=one, **options)[0], deep(*case.tokens, plain, init=None, chunk=4, **options)[0])
+    close(
+        deep(*case.tokens, plain, init=None, chunk=4, gamma=one, **options)[0], deep(*case.tokens, plain, init=None, chunk=4, **options)[0]
+    )
 
 
 def test_wrong_blocks_are_named() -> None:
