@@ -87,7 +87,7 @@ def linear_exact(
         Y   = b * (Q W_0^T) + f * (Q S_0^T) - (G * Q K^T) E
         W_n = b_n W_0 + f_n S_0 - E^T diag(G[n]) K ;   S_n = m_n S_0 - E^T diag(GS[n]) K
     """
-    _check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
+    check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
     if alpha is not None and alpha.dim() == 4:
         return _channelwise(q, k, v, theta, eta, alpha, state, min(chunk, 16), read, write, decayed_error)
     dtype, B, H, T = state.W.dtype, *theta.shape
@@ -148,7 +148,7 @@ def linear_stale(
     read: "after" or "before" the write, or "anchor": the weights the chunk began with.
     Equal to `linear_exact` only for chunk = 1 (and loss "l2").
     """
-    _check(q, k, v, theta, eta, alpha, state.W, chunk, read, READS)
+    check(q, k, v, theta, eta, alpha, state.W, chunk, read, READS)
     if loss not in ("l2", "dot"):
         raise ValueError(f"linear_stale: loss is 'l2' or 'dot', not {loss!r}")
     check_window(gamma, state.keys, "linear_stale")
@@ -369,7 +369,7 @@ def _channelwise(
     return y.view(B, H, d_v, T).mT, MatrixState(W=W, S=S)
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -87,7 +87,7 @@ def deep(
     exact_last: the hybrid; hidden features and the gradients below at the anchor, the last layer's errors at its true weights by one
     triangular solve a chunk. Needs a last layer without norm and the "l2" loss; made for Network(norm=False, unit_hidden=True).
     """
-    _check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
+    check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
     dtype = state.W[0].dtype
     B, H, T = k.shape[:3]
     if T == 0:
@@ -313,7 +313,7 @@ class _DeepChunks(torch.autograd.Function):
         return (None, None, None, *by_chunk_grad, *anchor_grad, *carry_grad, *outer_grad)
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
