@@ -100,9 +100,9 @@ void deep_step(const DeepCall& c, long begin, long end) {
     auto activate = [&](float* to_slope) {
       for (long x = 0; x < hp; x += VL) {
         R e = load(z + x);
-        Normal p = normal(e);
-        store(a + x, e * p.cumulative);
-        if (to_slope) store(to_slope + x, p.cumulative + e * p.density);
+        Normal p(e);
+        store(a + x, p.gelu());
+        if (to_slope) store(to_slope + x, p.slope());
       }
     };
     if (anchored || !live) {

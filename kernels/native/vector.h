@@ -71,7 +71,8 @@ class Scratch {
   Scratch() { arena().block = arena().used = 0; }
   float* take(size_t n) {
     Arena& a = arena();
-    size_t bytes = (n * 4 + 63) / 64 * 64 + 64;
+    // Arrays of whole pages would start at the same place of a page, and a store to one would stall loads of the next: 39 lines apart.
+    size_t bytes = (n * 4 + 63) / 64 * 64 + 39 * 64;
     while (a.block < a.blocks.size() && a.used + bytes > a.blocks[a.block].second) ++a.block, a.used = 0;
     if (a.block == a.blocks.size()) {
       size_t size = bytes > (1u << 20) ? up(bytes, 4096) : (1u << 20);
