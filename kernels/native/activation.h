@@ -42,4 +42,18 @@ struct Normal {
   R bend() const { return density() * (2.0f - z * z); }
 };
 
+// silu(z) = z sigmoid(z), its slope sigmoid + z sigmoid (1 - sigmoid).
+struct Logistic {
+  R z, sigmoid;
+  explicit Logistic(R at) : z(at) {
+    R x = (R)((I)z & 0x7fffffff);
+    x = x < 87.0f ? x : splat(87.0f);
+    R e = power_of_two(x, -1.44269504088896341f);
+    R s = 1.0f / (1.0f + e);
+    sigmoid = z < 0.0f ? e * s : s;
+  }
+  R silu() const { return z * sigmoid; }
+  R slope() const { return sigmoid + z * sigmoid * (1.0f - sigmoid); }
+};
+
 } // namespace

@@ -32,6 +32,17 @@ inline R load(const float* p) { return *(const V*)p; }
 inline void store(float* p, R x) { *(V*)p = x; }
 inline R splat(float x) { return R{} + x; }
 
+inline R load_some(const float* p, long n) { // the first n numbers, zeros behind
+  if (n >= VL) return load(p);
+  R x{};
+  for (long j = 0; j < n; ++j) x[j] = p[j];
+  return x;
+}
+inline void store_some(float* p, R x, long n) {
+  if (n >= VL) return store(p, x);
+  for (long j = 0; j < n; ++j) p[j] = x[j];
+}
+
 template <int S, int... J>
 inline R rotate(R x, std::integer_sequence<int, J...>) { // x[(j + S) mod VL]
   return __builtin_shuffle(x, I{((J + S) & (VL - 1))...});
