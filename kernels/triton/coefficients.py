@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton import target
 from kernels.triton.cut import Cut, span
-from kernels.triton.target import precision
 
 FLOOR = tl.constexpr(1e-6)  # of keep and eta inside logarithms: a gate at its limit must not give -inf - -inf
 
@@ -218,8 +218,8 @@ def _arguments(gates: Gates, cut: Cut) -> tuple[torch.Tensor, ...]:
 def _meta(gates: Gates, cut: Cut, after: bool, before: bool) -> dict[str, object]:
     return {
         "BC": cut.tokens, "BJ": cut.keys, "W": cut.window, "MOMENTUM": gates.eta is not None, "DECAY": gates.alpha is not None,
-        "HAS_LIVE": cut.live is not None, "AFTER": after, "BEFORE": before, "PREC": precision(),
-        "num_warps": 8 if cut.keys > 32 else 4,
+        "HAS_LIVE": cut.live is not None, "AFTER": after, "BEFORE": before, "PREC": target.precision(),
+        "num_warps": 16 if cut.keys > 32 else 8,
     }  # fmt: skip
 
 

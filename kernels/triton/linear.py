@@ -18,9 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.triton import target
 from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
 from kernels.triton.cut import LARGEST_CHUNK, Cut, fixed_cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, matmul, operand, precision, require, storage
+from kernels.triton.target import LARGEST_WIDTH, block, matmul, operand, storage
 
 
 @triton.jit
@@ -418,7 +419,7 @@ def _run(
     N, exact = q.shape[0], anchor is None
     sizes = _sizes(k, v)
     dk, dv, BK, BV = sizes
-    DT, PREC, kept = operand(q.dtype), precision(), storage(q.dtype)
+    DT, PREC, kept = operand(q.dtype), target.precision(), storage(q.dtype)
     after = read == "after"
     coefs = coefficients(gates, cut, after=after, before=exact or not after)
     grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
@@ -482,7 +483,7 @@ class _Memory(torch.autograd.Function):
         grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
         meta = {
             "BC": cut.tokens, "BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window,
-            "DT": operand(q.dtype), "PREC": precision(), "num_warps": _warps(cut, sizes),
+            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": _warps(cut, sizes),
         }  # fmt: skip
         seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
 
@@ -583,7 +584,7 @@ def _rows(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 
 def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | None) -> None:
     given = [tensor for tensor in rest if tensor is not None]
-    require(name, q, k, v, *given)
+    target.require(name, q, k, v, *given)
     if k.shape[-1] > LARGEST_WIDTH or v.shape[-1] > LARGEST_WIDTH:
         raise ValueError(f"{name}: widths {k.shape[-1]} and {v.shape[-1]}; a program holds at most {LARGEST_WIDTH}")
     if q.shape != k.shape or q.shape[:3] != v.shape[:3]:
