@@ -1,0 +1,317 @@
+"""The blocks of Titans (section 4) and those they are compared with, each a pure function (x, state) -> (y, state).
+
+LMM: the memory alone. MAC: memory as context of segment attention. MAG: memory and sliding window, gated together.
+MAL: memory, then sliding window. Attention: full causal; window: sliding window alone.
+Every mixer is strictly causal, and one call over T tokens equals any split of it into calls.
+
+Axis letters: B streams, T tokens, D model width, H heads, d = D / H, P persistent tokens, N segment tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kernels import attention
+from kernels.attention import KeyValues
+from titans_core import state as value
+from titans_core.config import BackboneConfig
+from titans_core.memory import Memory, MemoryState, NeuralMemory, RMSNorm
+
+
+class SwiGLU(nn.Module):
+    """down(SiLU(gate x) * up x)."""
+
+    def __init__(self, dim: int, expansion: float) -> None:
+        super().__init__()
+        hidden = 8 * round(dim * expansion / 8)
+        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        down: Tensor = self.down(F.silu(gate) * up)
+        return down
+
+
+class Lmm(nn.Module):
+    """Long-term memory as the only token mixer; persistent tokens are written before the first token (papers A.4)."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.memory = NeuralMemory(config.memory)
+        self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
+
+    def initial_state(self, batch: int) -> MemoryState:
+        state = self.memory.initial_state(batch)
+        if self.persistent.shape[0] == 0:
+            return state
+        return self.memory(self.persistent.expand(batch, -1, -1), state)[1]  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
+        return cast("tuple[Tensor, MemoryState]", self.memory(x, state))
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Kept keys and values, and how many tokens each stream has had (B,)."""
+
+    past: KeyValues
+    seen: Tensor
+
+
+class Attention(nn.Module):
+    """Sliding-window attention over the last `window` tokens with rotary positions and a persistent prefix."""
+
+    def __init__(self, config: BackboneConfig, window: int) -> None:
+        super().__init__()
+        self.heads, self.window = config.memory.heads, window
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def initial_state(self, batch: int) -> AttentionState:
+        width = self.persistent.shape[1] // self.heads
+        past = attention.empty_past(batch, self.heads, self.window - 1, width, self.persistent)
+        return AttentionState(past, torch.zeros(batch, dtype=torch.long, device=self.persistent.device))
+
+    def prefix(self) -> KeyValues | None:
+        """Keys and values of the persistent tokens (1, H, P, d), without positions."""
+        if self.persistent.shape[0] == 0:
+            return None
+        _, keys, values = self.qkv(self.persistent[None]).chunk(3, dim=-1)
+        return KeyValues(self._heads(keys), self._heads(values))
+
+    def forward(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
+        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        position = state.seen[:, None] + torch.arange(x.shape[1], device=x.device)
+        q, k = attention.rope(q, position), attention.rope(k, position)
+        y, past = attention.sliding_window(q, k, v, state.past, state.seen, self.prefix())
+        return self.out(y.transpose(1, 2).flatten(-2)), AttentionState(past, state.seen + x.shape[1])
+
+
+@dataclass(frozen=True)
+class GrowingState:
+    """Every key and value so far (B, H, N, d): the state of full attention grows with the sequence."""
+
+    past: KeyValues
+
+
+class FullAttention(Attention):
+    """Causal attention over everything so far (the Transformer that Titans are compared with)."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__(config, window=1)
+
+    def initial_state(self, batch: int) -> GrowingState:  # type: ignore[override]
+        return GrowingState(super().initial_state(batch).past)
+
+    def forward(self, x: Tensor, state: GrowingState) -> tuple[Tensor, GrowingState]:  # type: ignore[override]
+        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        before, length = state.past.keys.shape[2], x.shape[1]
+        position = (before + torch.arange(length, device=x.device)).expand(x.shape[0], -1)
+        q, k = attention.rope(q, position), attention.rope(k, position)
+        keys, values = torch.cat((state.past.keys, k), dim=2), torch.cat((state.past.values, v), dim=2)
+        past, mask = KeyValues(keys, values), attention.causal_offsets(length, before, before + length, x.device)
+        prefix = self.prefix()
+        if prefix is not None:
+            shape = (x.shape[0], self.heads, *prefix.keys.shape[2:])
+            keys = torch.cat((prefix.keys.expand(shape), keys), dim=2)
+            values = torch.cat((prefix.values.expand(shape), values), dim=2)
+            mask = F.pad(mask, (shape[2], 0), value=True)
+        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return self.out(y.transpose(1, 2).flatten(-2)), GrowingState(past)
+
+
+@dataclass(frozen=True)
+class PairState:
+    """The states of a memory branch and of an attention branch."""
+
+    memory: MemoryState
+    attention: AttentionState
+
+
+class Mag(nn.Module):
+    """Memory as a gate (Titans eqs 26-28): o = RMSNorm(attention) * sigmoid(RMSNorm(memory)) (papers A.6)."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.memory = Lmm(config)
+        self.attention = Attention(config, config.window)
+        self.attention_norm, self.memory_norm = RMSNorm(config.dim), RMSNorm(config.dim)
+
+    def initial_state(self, batch: int) -> PairState:
+        return PairState(self.memory.initial_state(batch), self.attention.initial_state(batch))
+
+    def forward(self, x: Tensor, state: PairState) -> tuple[Tensor, PairState]:
+        m, memory = self.memory(x, state.memory)
+        y, window = self.attention(x, state.attention)
+        return self.attention_norm(y) * torch.sigmoid(self.memory_norm(m)), PairState(memory, window)
+
+
+class Mal(nn.Module):
+    """Memory as a layer (papers A.7): the sliding window reads what the memory wrote, with a residual between them."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.memory = Lmm(config)
+        self.attention = Attention(config, config.window)
+        self.norm = RMSNorm(config.dim)
+
+    def initial_state(self, batch: int) -> PairState:
+        return PairState(self.memory.initial_state(batch), self.attention.initial_state(batch))
+
+    def forward(self, x: Tensor, state: PairState) -> tuple[Tensor, PairState]:
+        m, memory = self.memory(x, state.memory)
+        y, window = self.attention(self.norm(x + m), state.attention)
+        return m + y, PairState(memory, window)
+
+
+@dataclass(frozen=True)
+class MacState:
+    """A MAC stream: its running memory, the memory frozen at the segment's start, and the open segment."""
+
+    memory: MemoryState
+    anchor: Memory
+    reading: Tensor  # convolution tail of the retrieval queries (B, conv - 1, 3 D)
+    context: KeyValues  # keys and values of what was retrieved for each token of the open segment (B, H, N, d)
+    segment: KeyValues  # keys and values of those tokens themselves (B, H, N, d)
+    place: Tensor  # tokens in the open segment (B,)
+
+
+class Mac(nn.Module):
+    """Memory as context (Titans eqs 21-25), causal by masking (papers A.5, remedy 1).
+
+    Token i of a segment attends to the persistent tokens, to what the memory of the segment's start returned for
+    tokens j <= i, and to the tokens j <= i; the result is written token by token, and gated by the read after it.
+    """
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.heads, self.length = config.memory.heads, config.segment
+        self.memory = NeuralMemory(config.memory)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
+        self.attention_norm, self.memory_norm = RMSNorm(config.dim), RMSNorm(config.dim)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def initial_state(self, batch: int) -> MacState:
+        memory = self.memory.initial_state(batch)
+        width = self.persistent.shape[1] // self.heads
+
+        def open_segment() -> KeyValues:
+            return attention.empty_past(batch, self.heads, self.length, width, self.persistent)
+
+        place = torch.zeros(batch, dtype=torch.long, device=self.persistent.device)
+        return MacState(memory, memory.memory, memory.conv.clone(), open_segment(), open_segment(), place)
+
+    def forward(self, x: Tensor, state: MacState) -> tuple[Tensor, MacState]:
+        places = state.place.unique()
+        if len(places) > 1:  # streams at different places of their segments: those in step go together
+            return _in_step(self, x, state, state.place)
+        place, outputs, start = int(places[0]), [], 0
+        while start < x.shape[1]:
+            stop = min(start + self.length - place, x.shape[1])
+            y, state = self._within(x[:, start:stop], state, place)
+            outputs.append(y)
+            place, start = (place + stop - start) % self.length, stop
+        return torch.cat(outputs, dim=1), state
+
+    def _within(self, x: Tensor, state: MacState, place: int) -> tuple[Tensor, MacState]:
+        """Tokens that all lie in the open segment, the first at `place`."""
+        batch, length = x.shape[:2]
+        end = place + length
+        retrieved, reading = self.memory.read(x, state.anchor, state.reading)
+        position = torch.arange(place, end, device=x.device).expand(batch, -1)
+        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        _, k_read, v_read = (self._heads(part) for part in self.qkv(retrieved).chunk(3, dim=-1))
+        q, k, k_read = (attention.rope(part, position) for part in (q, k, k_read))
+        context = _fill(state.context, k_read, v_read, place)
+        segment = _fill(state.segment, k, v, place)
+        _, k_fixed, v_fixed = (self._heads(part) for part in self.qkv(self.persistent[None]).chunk(3, dim=-1))
+        fixed = k_fixed.shape[2]
+        keys = torch.cat((k_fixed.expand(batch, -1, -1, -1), context.keys[:, :, :end], segment.keys[:, :, :end]), dim=2)
+        values = torch.cat(
+            (v_fixed.expand(batch, -1, -1, -1), context.values[:, :, :end], segment.values[:, :, :end]), dim=2
+        )
+        causal = attention.causal_offsets(length, place, end, x.device)
+        mask = torch.cat((causal.new_ones(length, fixed), causal, causal), dim=1)
+        y = self.out(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2))
+        m, memory = self.memory(y, state.memory)
+        o = self.attention_norm(y) * torch.sigmoid(self.memory_norm(m))
+        full = end == self.length
+        anchor = memory.memory if full else state.anchor
+        places = torch.full_like(state.place, 0 if full else end)
+        return o, MacState(memory, anchor, reading, context, segment, places)
+
+
+def _fill(cache: KeyValues, keys: Tensor, values: Tensor, place: int) -> KeyValues:
+    """A cache with new entries from `place` on; later slots keep whatever they hold, the mask hides them."""
+    end = place + keys.shape[2]
+    return KeyValues(
+        torch.cat((cache.keys[:, :, :place], keys, cache.keys[:, :, end:]), dim=2),
+        torch.cat((cache.values[:, :, :place], values, cache.values[:, :, end:]), dim=2),
+    )
+
+
+def _in_step(mixer: nn.Module, x: Tensor, state: Any, place: Tensor) -> tuple[Tensor, Any]:
+    """Advance streams at different places of their segments: one call for each group of streams at the same place."""
+    y, after = torch.empty_like(x), state
+    for each in place.unique():
+        index = (place == each).nonzero(as_tuple=True)[0]
+        part, moved = mixer(x.index_select(0, index), value.select(state, index))
+        y, after = y.index_copy(0, index, part), value.replace(after, index, moved)
+    return y, after
+
+
+def _mixer(kind: str, config: BackboneConfig) -> nn.Module:
+    if kind == "window":
+        return Attention(config, config.window)
+    return {"lmm": Lmm, "mac": Mac, "mag": Mag, "mal": Mal, "attention": FullAttention}[kind](config)
+
+
+class Block(nn.Module):
+    """x + mixer(RMSNorm(x)), then x + SwiGLU(RMSNorm(x)) (papers A.8)."""
+
+    def __init__(self, kind: str, config: BackboneConfig) -> None:
+        super().__init__()
+        self.mixer = _mixer(kind, config)
+        self.feed_forward = SwiGLU(config.dim, config.feed_forward)
+        self.mixer_norm, self.feed_forward_norm = RMSNorm(config.dim), RMSNorm(config.dim)
+
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, state = self.mixer(self.mixer_norm(x), state)
+        x = x + y
+        return x + self.feed_forward(self.feed_forward_norm(x)), state
+
+
+class Backbone(nn.Module):
+    """A stack of blocks over embedded tokens; the state is a tuple with one entry a block."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.blocks = nn.ModuleList(Block(kind, config) for kind in config.layers)
+        self.norm = RMSNorm(config.dim)
+
+    def initial_state(self, batch: int) -> tuple[Any, ...]:
+        """Streams that have seen nothing but the persistent tokens."""
+        return tuple(cast(Block, block).mixer.initial_state(batch) for block in self.blocks)  # type: ignore[operator]
+
+    def forward(self, x: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+        """x (B, T, D) -> y (B, T, D) and the state after the last token."""
+        after = []
+        for block, part in zip(self.blocks, state, strict=True):
+            x, moved = block(x, part)
+            after.append(moved)
+        return self.norm(x), tuple(after)
