@@ -5,9 +5,8 @@ With keep = 1 - alpha and S_t = eta_t S_{t-1} - theta_t u_t, W_t = keep_t W_{t-1
     S_t = m_t S_0 - sum_i GS[t, i] u_i,    GS[t, i] = theta_i prod_{i<l<=t} eta_l
     W_t = b_t W_0 + f_t S_0 - sum_i G[t, i] u_i
 
-The block holds the same for W_{t-1} (`bp`, `fp`, `Gp`), from which row t follows without a division:
-b_t = keep_t bp_t, f_t = keep_t fp_t + m_t, G[t] = keep_t Gp[t] + GS[t]. Products of gates are exponentials of
-differences of sums of logarithms, never quotients of products, which underflow.
+The block holds the same for W_{t-1} (`bp`, `fp`, `Gp`). Row by row these are the two recurrences themselves, column by
+column independent, so one warp runs them in order: no logarithms, no quotients, exact where a gate is at its limit.
 
 The Omega rule writes sum_{r<w} gamma_{t,r} u_{t-r} in place of u_t: G, Gp and GS become G Gamma over the w - 1 keys
 before the chunk and its own, with Gamma[t, t + w - 1 - r] = gamma_{t,r} (ATLAS, equations 9 and 16).
@@ -19,10 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton import target
 from kernels.triton.cut import Cut, span
 
-FLOOR = tl.constexpr(1e-6)  # of keep and eta inside logarithms: a gate at its limit must not give -inf - -inf
+FLOOR = tl.constexpr(1e-6)  # of keep and eta, as in `kernels.coefficients`
 
 
 @dataclass(frozen=True)
@@ -44,157 +42,156 @@ class Coefficients:
 
 
 @triton.jit
-def _block(theta_p, eta_p, alpha_p, live_p, n, stream, start, count, length, row,
-           MOMENTUM: tl.constexpr, DECAY: tl.constexpr, HAS_LIVE: tl.constexpr, PREC: tl.constexpr):  # fmt: skip
-    """`writes` is 1 for a token that writes: at any other, W does not move by S, and S does not decay."""
-    at = n * length + start + row
-    valid = row < count
-    writes = valid
+def _gates(theta_p, eta_p, alpha_p, live_p, at, token, MOMENTUM: tl.constexpr, DECAY: tl.constexpr, HAS_LIVE: tl.constexpr):
+    """theta, eta, keep of one token and 1 if it writes; a token that does not leaves both recurrences as they are."""
+    writes = 1.0
     if HAS_LIVE:
-        writes = tl.load(live_p + stream * length + start + row, mask=valid, other=0) != 0
-    theta = tl.load(theta_p + at, mask=writes, other=0.0).to(tl.float32)
-    lower = row[:, None] >= row[None, :]
+        writes = tl.load(live_p + token).to(tl.float32)
+    theta = tl.load(theta_p + at).to(tl.float32) * writes
+    eta = 1.0 - writes
     if MOMENTUM:
-        eta = tl.load(eta_p + at, mask=writes, other=1.0).to(tl.float32)
-        cm = tl.cumsum(tl.log(tl.maximum(eta, FLOOR)), 0)
-        decay = tl.exp(tl.where(lower, cm[:, None] - cm[None, :], float("-inf")))
-        m = tl.exp(cm)
-    else:  # S is the last written gradient
-        seen = tl.cumsum(writes.to(tl.int32), 0)
-        decay = tl.where(lower & (seen[:, None] == seen[None, :]), 1.0, 0.0)
-        m = tl.where(seen == 0, 1.0, 0.0)
-        eta = m
-    keep = tl.full(theta.shape, 1.0, tl.float32)
+        eta += writes * tl.maximum(tl.load(eta_p + at).to(tl.float32), FLOOR)
+    keep = 1.0
     if DECAY:
-        keep = tl.maximum(1.0 - tl.load(alpha_p + at, mask=writes, other=0.0).to(tl.float32), FLOOR)
-    la = tl.log(keep)
-    ca = tl.cumsum(la, 0)
-    before = tl.exp(tl.where(row[:, None] > row[None, :], (ca - la)[:, None] - ca[None, :], float("-inf")))
-    writes = writes.to(tl.float32)
-    GS = decay * theta[None, :]
-    bp = tl.exp(ca - la)
-    fp = tl.sum(before * (writes * m)[None, :], 1)
-    Gp = tl.dot(before, writes[:, None] * GS, input_precision=PREC)
-    return eta, keep, writes, bp, fp, Gp, m, GS, before, decay
+        keep -= writes * (1.0 - tl.maximum(1.0 - tl.load(alpha_p + at).to(tl.float32), FLOOR))
+    return theta, eta, keep, writes
 
 
 @triton.jit
-def _band(gamma_p, n, start, count, length, row, col, W: tl.constexpr):
-    lag = row[:, None] + (W - 1) - col[None, :]
-    inside = (lag >= 0) & (lag < W) & (row[:, None] < count)
-    at = (n * length + start + row[:, None]) * W + lag
-    return tl.load(gamma_p + at, mask=inside, other=0.0).to(tl.float32), at, inside
+def _looks(gamma_p, at, t, col, W: tl.constexpr):
+    """Row t of Gamma: the weights of the keys that token t writes."""
+    if W == 1:
+        return tl.where(col == t, 1.0, 0.0)
+    lag = t + (W - 1) - col
+    return tl.load(gamma_p + at * W + lag, mask=(lag >= 0) & (lag < W), other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _forward(
-    theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, G_p, b_p, f_p, Gp_p, bp_p, fp_p, g_p, s_p, end_p, length, chunks, stride, per, layers,
+    theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, G_p, b_p, f_p, Gp_p, bp_p, fp_p, g_p, s_p, end_p,
+    length, chunks, stride, per, layers,
     BC: tl.constexpr, BJ: tl.constexpr, W: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr,
-    HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, PREC: tl.constexpr,
+    HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
+    """One warp a chunk: lanes are columns, which do not meet; the rows are the recurrences themselves, in order."""
     x = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     stream = n // per
     start, count = span(starts_p, stream, stride, x)
-    row = tl.arange(0, BC)
-    col = tl.arange(0, BJ)
-    eta, keep, writes, bp, fp, Gp, m, GS, before, decay = _block(
-        theta_p, eta_p, alpha_p, live_p, n, stream, start, count, length, row, MOMENTUM, DECAY, HAS_LIVE, PREC
-    )
-    b = keep * bp
-    f = keep * fp + writes * m
-    if W > 1:
-        band, at, inside = _band(gamma_p, n // layers, start, count, length, row, col, W)
-        Gp = tl.dot(Gp, band, input_precision=PREC)
-        GS = tl.dot(GS, band, input_precision=PREC)
-    G = keep[:, None] * Gp + writes[:, None] * GS
-
     slot = n * chunks + x
-    last = row == count - 1
-    tl.store(g_p + slot * BJ + col, tl.sum(tl.where(last[:, None], G, 0.0), 0))
-    tl.store(s_p + slot * BJ + col, tl.sum(tl.where(last[:, None], GS, 0.0), 0))
-    some = count > 0
-    tl.store(end_p + slot * 3, tl.where(some, tl.sum(tl.where(last, b, 0.0), 0), 1.0))
-    tl.store(end_p + slot * 3 + 1, tl.where(some, tl.sum(tl.where(last, f, 0.0), 0), 0.0))
-    tl.store(end_p + slot * 3 + 2, tl.where(some, tl.sum(tl.where(last, m, 0.0), 0), 1.0))
-    tile = (slot * BC + row[:, None]) * BJ + col[None, :]
-    if AFTER:
-        tl.store(G_p + tile, G)
-        tl.store(b_p + slot * BC + row, b)
-        tl.store(f_p + slot * BC + row, f)
-    if BEFORE:
-        tl.store(Gp_p + tile, Gp)
-        tl.store(bp_p + slot * BC + row, bp)
-        tl.store(fp_p + slot * BC + row, fp)
+    col = tl.arange(0, BJ)
+    g = tl.zeros((BJ,), tl.float32)
+    s = tl.zeros((BJ,), tl.float32)
+    b = 1.0
+    f = 0.0
+    m = 1.0
+    for t in range(0, count):
+        token = start + t
+        theta, eta, keep, writes = _gates(
+            theta_p, eta_p, alpha_p, live_p, n * length + token, stream * length + token, MOMENTUM, DECAY, HAS_LIVE
+        )
+        row = slot * BC + t
+        if BEFORE:
+            tl.store(Gp_p + row * BJ + col, g)
+            tl.store(bp_p + row, b)
+            tl.store(fp_p + row, f)
+        s = eta * s + theta * _looks(gamma_p, (n // layers) * length + token, t, col, W)
+        g = keep * g + writes * s
+        m = eta * m
+        f = keep * f + writes * m
+        b = keep * b
+        if AFTER:
+            tl.store(G_p + row * BJ + col, g)
+            tl.store(b_p + row, b)
+            tl.store(f_p + row, f)
+    tl.store(g_p + slot * BJ + col, g)
+    tl.store(s_p + slot * BJ + col, s)
+    tl.store(end_p + slot * 3, b)
+    tl.store(end_p + slot * 3 + 1, f)
+    tl.store(end_p + slot * 3 + 2, m)
 
 
 @triton.jit
 def _backward(
     theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, dG_p, db_p, df_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p,
-    dtheta_p, deta_p, dalpha_p, dgamma_p, length, chunks, stride, per, layers,
+    rows_p, numbers_p, dtheta_p, deta_p, dalpha_p, dgamma_p, length, chunks, stride, per, layers,
     BC: tl.constexpr, BJ: tl.constexpr, W: tl.constexpr, MOMENTUM: tl.constexpr, DECAY: tl.constexpr,
-    HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr, PREC: tl.constexpr,
+    HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
+    """The recurrences once more, keeping the rows before each token, then back through them."""
     x = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64)
     stream = n // per
     start, count = span(starts_p, stream, stride, x)
-    row = tl.arange(0, BC)
-    col = tl.arange(0, BJ)
-    valid = row < count
-    eta, keep, writes, bp, fp, Gp, m, GS, before, decay = _block(
-        theta_p, eta_p, alpha_p, live_p, n, stream, start, count, length, row, MOMENTUM, DECAY, HAS_LIVE, PREC
-    )
-
     slot = n * chunks + x
-    last = row == count - 1
-    tile = (slot * BC + row[:, None]) * BJ + col[None, :]
-    read = valid[:, None] & (col[None, :] < count + W - 1)
+    col = tl.arange(0, BJ)
+    g = tl.zeros((BJ,), tl.float32)
+    s = tl.zeros((BJ,), tl.float32)
+    b = 1.0
+    f = 0.0
+    m = 1.0
+    for t in range(0, count):
+        token = start + t
+        theta, eta, keep, writes = _gates(
+            theta_p, eta_p, alpha_p, live_p, n * length + token, stream * length + token, MOMENTUM, DECAY, HAS_LIVE
+        )
+        row = slot * BC + t
+        tl.store(rows_p + 2 * row * BJ + col, g)
+        tl.store(rows_p + (2 * row + 1) * BJ + col, s)
+        tl.store(numbers_p + 3 * row, b)
+        tl.store(numbers_p + 3 * row + 1, f)
+        tl.store(numbers_p + 3 * row + 2, m)
+        s = eta * s + theta * _looks(gamma_p, (n // layers) * length + token, t, col, W)
+        g = keep * g + writes * s
+        m = eta * m
+        f = keep * f + writes * m
+        b = keep * b
+    tl.debug_barrier()  # other lanes read these rows
     keys = col < count + W - 1
     dg = tl.load(dg_p + slot * BJ + col, mask=keys, other=0.0)
     ds = tl.load(ds_p + slot * BJ + col, mask=keys, other=0.0)
-    dG = tl.where(last[:, None], dg[None, :], 0.0)  # G[last] = g
-    db = tl.where(last, tl.load(dend_p + slot * 3), 0.0)
-    df = tl.where(last, tl.load(dend_p + slot * 3 + 1), 0.0)
-    dm = tl.where(last, tl.load(dend_p + slot * 3 + 2), 0.0)
-    if AFTER:
-        dG += tl.load(dG_p + tile, mask=read, other=0.0)
-        db += tl.load(db_p + slot * BC + row, mask=valid, other=0.0)
-        df += tl.load(df_p + slot * BC + row, mask=valid, other=0.0)
-    dGS = writes[:, None] * dG + tl.where(last[:, None], ds[None, :], 0.0)
-    dGp = keep[:, None] * dG
-    dbp = keep * db
-    dfp = keep * df
-    if BEFORE:
-        dGp += tl.load(dGp_p + tile, mask=read, other=0.0)
-        dbp += tl.load(dbp_p + slot * BC + row, mask=valid, other=0.0)
-        dfp += tl.load(dfp_p + slot * BC + row, mask=valid, other=0.0)
-    if W > 1:
-        band, at, inside = _band(gamma_p, n // layers, start, count, length, row, col, W)
-        dkeep = tl.sum(dG * tl.dot(Gp, band, input_precision=PREC), 1)
-        dband = tl.dot(tl.trans(Gp), dGp, input_precision=PREC) + tl.dot(tl.trans(GS), dGS, input_precision=PREC)
-        lag = row[:, None] + (W - 1) - col[None, :]
-        tl.store(dgamma_p + (n * length + start + row[:, None]) * W + lag, dband, mask=inside)
-        dGp = tl.dot(dGp, tl.trans(band), input_precision=PREC)
-        dGS = tl.dot(dGS, tl.trans(band), input_precision=PREC)
-    else:
-        dkeep = tl.sum(dG * Gp, 1)
-    dkeep += db * bp + df * fp
-    dm += writes * (df + tl.sum(before * dfp[:, None], 0))
-
-    dGS += writes[:, None] * tl.dot(tl.trans(before), dGp, input_precision=PREC)
-    dbefore = tl.dot(dGp, tl.trans(writes[:, None] * GS), input_precision=PREC) + dfp[:, None] * (writes * m)[None, :]
-    flow = dbefore * before
-    dstart = tl.sum(flow, 1) + dbp * bp  # towards the sum of log keep before token t
-    dla = tl.cumsum(dstart - tl.sum(flow, 0), 0, reverse=True) - dstart
-    flow = dGS * GS
-    dlm = tl.cumsum(tl.sum(flow, 1) - tl.sum(flow, 0) + dm * m, 0, reverse=True)
-    at = n * length + start + row
-    tl.store(dtheta_p + at, writes * tl.sum(dGS * decay, 0), mask=valid)
-    if MOMENTUM:
-        tl.store(deta_p + at, writes * tl.where(eta > FLOOR, dlm / tl.maximum(eta, FLOOR), 0.0), mask=valid)
-    if DECAY:
-        tl.store(dalpha_p + at, -writes * tl.where(keep > FLOOR, dkeep + dla / keep, 0.0), mask=valid)
+    db = tl.load(dend_p + slot * 3)
+    df = tl.load(dend_p + slot * 3 + 1)
+    dm = tl.load(dend_p + slot * 3 + 2)
+    for back in range(0, count):
+        t = count - 1 - back
+        token = start + t
+        at = n * length + token
+        theta, eta, keep, writes = _gates(
+            theta_p, eta_p, alpha_p, live_p, at, stream * length + token, MOMENTUM, DECAY, HAS_LIVE
+        )
+        row = slot * BC + t
+        if AFTER:
+            dg += tl.load(dG_p + row * BJ + col, mask=keys, other=0.0)
+            db += tl.load(db_p + row)
+            df += tl.load(df_p + row)
+        g = tl.load(rows_p + 2 * row * BJ + col)
+        s = tl.load(rows_p + (2 * row + 1) * BJ + col)
+        b = tl.load(numbers_p + 3 * row)
+        f = tl.load(numbers_p + 3 * row + 1)
+        m = tl.load(numbers_p + 3 * row + 2)
+        ds += writes * dg
+        dm += writes * df
+        looks = _looks(gamma_p, (n // layers) * length + token, t, col, W)
+        tl.store(dtheta_p + at, writes * tl.sum(ds * looks, 0))
+        if W > 1:
+            lag = t + (W - 1) - col
+            tl.store(dgamma_p + at * W + lag, theta * ds, mask=(lag >= 0) & (lag < W))
+        if MOMENTUM:
+            free = tl.load(eta_p + at).to(tl.float32) > FLOOR
+            tl.store(deta_p + at, tl.where(free, writes * (tl.sum(ds * s, 0) + dm * m), 0.0))
+        if DECAY:
+            free = 1.0 - tl.load(alpha_p + at).to(tl.float32) > FLOOR
+            tl.store(dalpha_p + at, tl.where(free, -writes * (tl.sum(dg * g, 0) + db * b + df * f), 0.0))
+        ds = eta * ds
+        dm = eta * dm
+        dg = keep * dg
+        db = keep * db
+        df = keep * df
+        if BEFORE:
+            dg += tl.load(dGp_p + row * BJ + col, mask=keys, other=0.0)
+            db += tl.load(dbp_p + row)
+            df += tl.load(dfp_p + row)
 
 
 @dataclass(frozen=True)
@@ -218,8 +215,7 @@ def _arguments(gates: Gates, cut: Cut) -> tuple[torch.Tensor, ...]:
 def _meta(gates: Gates, cut: Cut, after: bool, before: bool) -> dict[str, object]:
     return {
         "BC": cut.tokens, "BJ": cut.keys, "W": cut.window, "MOMENTUM": gates.eta is not None, "DECAY": gates.alpha is not None,
-        "HAS_LIVE": cut.live is not None, "AFTER": after, "BEFORE": before, "PREC": target.precision(),
-        "num_warps": 16 if cut.keys > 32 else 8,
+        "HAS_LIVE": cut.live is not None, "AFTER": after, "BEFORE": before, "num_warps": 1,
     }  # fmt: skip
 
 
@@ -250,6 +246,7 @@ def coefficients_backward(
         dgamma = torch.empty(N, cut.length, cut.window, device=theta.device)
     _backward[(cut.chunks, N)](
         *_arguments(gates, cut), *(theta if read is None else read for read in reads), grad.g, grad.s, grad.end,
+        cut.blocks(theta, N, cut.tokens, 2, cut.keys), cut.blocks(theta, N, cut.tokens, 3),
         *(theta if out is None else out for out in (dtheta, deta, dalpha, dgamma)),
         cut.length, cut.chunks, cut.stride, gates.per, gates.layers,
         **_meta(gates, cut, grad.G is not None, grad.Gp is not None),

@@ -1,27 +1,12 @@
 """The matrix memory's kernels against a float64 token loop; run by test_triton.py with TRITON_INTERPRET=1."""
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
+from kernels.linear import MatrixState, StaleState
 from kernels.triton import linear_exact, linear_stale
 
 B, H = 2, 2
-
-
-class MatrixState(NamedTuple):
-    W: torch.Tensor
-    S: torch.Tensor
-
-
-class StaleState(NamedTuple):
-    W: torch.Tensor
-    S: torch.Tensor
-    anchor: torch.Tensor
-    phase: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
 
 
 @pytest.fixture(autouse=True)
@@ -67,17 +52,13 @@ def oracle(q, k, v, theta, eta, alpha, W, S, *, read="after", write=None, chunk=
     return torch.stack(out, 2), W, S, anchor
 
 
-def draw(T, dk, dv, seed=0, window=0, beta=0.0):
-    """beta: share of the last key in the next one; time series give such keys."""
-    rng = torch.Generator().manual_seed(seed)
+def draw(T, dk, dv, window=0):
+    rng = torch.Generator().manual_seed(0)
 
     def normal(*size):
         return torch.randn(*size, generator=rng, dtype=torch.float64)
 
     q, k = (torch.nn.functional.normalize(normal(B, H, T, dk), dim=-1) for _ in range(2))
-    if beta:
-        for t in range(1, T):
-            k[:, :, t] = torch.nn.functional.normalize(beta * k[:, :, t - 1] + (1 - beta**2) ** 0.5 * k[:, :, t], dim=-1)
     eta = 0.3 + 0.6 * torch.rand(B, H, T, generator=rng, dtype=torch.float64)
     theta = (1 - eta) * torch.rand(B, H, T, generator=rng, dtype=torch.float64)
     alpha = 0.1 * torch.rand(B, H, T, generator=rng, dtype=torch.float64)
