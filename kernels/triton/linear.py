@@ -21,20 +21,7 @@ import triton.language as tl
 from kernels.triton import target
 from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
 from kernels.triton.cut import LARGEST_CHUNK, Cut, fixed_cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, matmul, operand, storage
-
-
-@triton.jit
-def _tile(p, base, row, rows, col, cols, width):
-    """Rows `base + row` of a matrix of `width` columns, float32, zero outside."""
-    at = (base + row)[:, None] * width + col[None, :]
-    return tl.load(p + at, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _put(p, base, row, rows, col, cols, width, value):
-    at = (base + row)[:, None] * width + col[None, :]
-    tl.store(p + at, value.to(p.dtype.element_ty), mask=(row < rows)[:, None] & (col < cols)[None, :])
+from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, stages, storage, tile
 
 
 @triton.jit
@@ -80,19 +67,19 @@ def _prepare(
     slot = n * chunks + x
     row = tl.arange(0, BC)
     kcol = tl.arange(0, BK)
-    k = _tile(k_p, n * length + start, row, count, kcol, dk, dk)
-    Gp = _tile(Gp_p, slot * BC, row, count, row, count, BC)
+    k = tile(k_p, n * length + start, row, count, kcol, dk, dk)
+    Gp = tile(Gp_p, slot * BC, row, count, row, count, BC)
     T = _solve(Gp * matmul(k, tl.trans(k), DT, PREC), row, BC, PREC)
     if KEEP:
-        _put(T_p, slot * BC, row, BC, row, BC, BC, T)
+        put(T_p, slot * BC, row, BC, row, BC, BC, T)
     bp = tl.load(bp_p + slot * BC + row, mask=row < count, other=0.0)
     fp = tl.load(fp_p + slot * BC + row, mask=row < count, other=0.0)
-    _put(Kb_p, slot * BC, row, BC, kcol, dk, dk, tl.dot(T, bp[:, None] * k, input_precision=PREC))
-    _put(Kf_p, slot * BC, row, BC, kcol, dk, dk, tl.dot(T, fp[:, None] * k, input_precision=PREC))
+    put(Kb_p, slot * BC, row, BC, kcol, dk, dk, matmul(T, bp[:, None] * k, DT, PREC))
+    put(Kf_p, slot * BC, row, BC, kcol, dk, dk, matmul(T, fp[:, None] * k, DT, PREC))
     for left in range(0, dv, BV):
         vcol = left + tl.arange(0, BV)
-        v = _tile(v_p, n * length + start, row, count, vcol, dv, dv)
-        _put(Ve_p, slot * BC, row, BC, vcol, dv, dv, tl.dot(T, v, input_precision=PREC))
+        v = tile(v_p, n * length + start, row, count, vcol, dv, dv)
+        put(Ve_p, slot * BC, row, BC, vcol, dv, dv, matmul(T, v, DT, PREC))
 
 
 @triton.jit
@@ -116,23 +103,23 @@ def _state(
         slot = n * chunks + x
         keys = tl.where(count > 0, count + W - 1, 0)
         token = n * (length + W - 1) + start
-        _put(Ws_p, slot * dk, kcol, dk, vcol, dv, dv, Wt)
-        _put(Ss_p, slot * dk, kcol, dk, vcol, dv, dv, St)
-        k = _tile(k_p, token, col, keys, kcol, dk, dk)
+        put(Ws_p, slot * dk, kcol, dk, vcol, dv, dv, Wt)
+        put(Ss_p, slot * dk, kcol, dk, vcol, dv, dv, St)
+        k = tile(k_p, token, col, keys, kcol, dk, dk)
         if EXACT:
-            Kb = _tile(Kb_p, slot * BJ, col, keys, kcol, dk, dk)
-            Kf = _tile(Kf_p, slot * BJ, col, keys, kcol, dk, dk)
+            Kb = tile(Kb_p, slot * BJ, col, keys, kcol, dk, dk)
+            Kf = tile(Kf_p, slot * BJ, col, keys, kcol, dk, dk)
             E = matmul(Kb, Wt, DT, PREC) + matmul(Kf, St, DT, PREC)
-            E -= _tile(Ve_p, slot * BJ, col, keys, vcol, dv, dv)
+            E -= tile(Ve_p, slot * BJ, col, keys, vcol, dv, dv)
         else:
             anchor = Wt
             if x == 0:
                 if tl.load(carried_p + n // per) != 0:
                     anchor = tl.load(anchor_p + at, mask=inside, other=0.0).to(tl.float32)
-            E = matmul(k, anchor, DT, PREC) - _tile(v_p, token, col, keys, vcol, dv, dv)
+            E = matmul(k, anchor, DT, PREC) - tile(v_p, token, col, keys, vcol, dv, dv)
             if x == tl.load(last_p + n // per):
                 tl.store(anchorout_p + at, anchor, mask=inside)
-        _put(E_p, slot * BJ, col, keys, vcol, dv, dv, E)
+        put(E_p, slot * BJ, col, keys, vcol, dv, dv, E)
         g = tl.load(g_p + slot * BJ + col, mask=col < keys, other=0.0)
         s = tl.load(s_p + slot * BJ + col, mask=col < keys, other=0.0)
         kt = tl.trans(k)
@@ -156,17 +143,17 @@ def _output(
     row = tl.arange(0, BC)
     col = tl.arange(0, BJ)
     kcol = tl.arange(0, BK)
-    q = _tile(q_p, n * length + start, row, count, kcol, dk, dk)
-    k = _tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
-    A = _tile(G_p, slot * BC, row, count, col, keys, BJ) * matmul(q, tl.trans(k), DT, PREC)
+    q = tile(q_p, n * length + start, row, count, kcol, dk, dk)
+    k = tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
+    A = tile(G_p, slot * BC, row, count, col, keys, BJ) * matmul(q, tl.trans(k), DT, PREC)
     b = tl.load(b_p + slot * BC + row, mask=row < count, other=0.0)
     f = tl.load(f_p + slot * BC + row, mask=row < count, other=0.0)
     for left in range(0, dv, BV):
         vcol = left + tl.arange(0, BV)
-        y = b[:, None] * matmul(q, _tile(Ws_p, slot * dk, kcol, dk, vcol, dv, dv), DT, PREC)
-        y += f[:, None] * matmul(q, _tile(Ss_p, slot * dk, kcol, dk, vcol, dv, dv), DT, PREC)
-        y -= matmul(A, _tile(E_p, slot * BJ, col, keys, vcol, dv, dv), DT, PREC)
-        _put(y_p, n * length + start, row, count, vcol, dv, dv, y)
+        y = b[:, None] * matmul(q, tile(Ws_p, slot * dk, kcol, dk, vcol, dv, dv), DT, PREC)
+        y += f[:, None] * matmul(q, tile(Ss_p, slot * dk, kcol, dk, vcol, dv, dv), DT, PREC)
+        y -= matmul(A, tile(E_p, slot * BJ, col, keys, vcol, dv, dv), DT, PREC)
+        put(y_p, n * length + start, row, count, vcol, dv, dv, y)
 
 
 @triton.jit
@@ -184,20 +171,20 @@ def _prepare_backward(
     row = tl.arange(0, BC)
     col = tl.arange(0, BJ)
     kcol = tl.arange(0, BK)
-    q = _tile(q_p, n * length + start, row, count, kcol, dk, dk)
-    k = _tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
-    At = tl.trans(_tile(G_p, slot * BC, row, count, col, keys, BJ) * matmul(q, tl.trans(k), DT, PREC))
+    q = tile(q_p, n * length + start, row, count, kcol, dk, dk)
+    k = tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
+    At = tl.trans(tile(G_p, slot * BC, row, count, col, keys, BJ) * matmul(q, tl.trans(k), DT, PREC))
     if EXACT:
-        Tt = tl.trans(_tile(T_p, slot * BC, row, BC, row, BC, BC))
-        At = tl.dot(Tt, At, input_precision=PREC)
+        Tt = tl.trans(tile(T_p, slot * BC, row, BC, row, BC, BC))
+        At = matmul(Tt, At, DT, PREC)
         g = tl.load(g_p + slot * BJ + col, mask=col < keys, other=0.0)
         s = tl.load(s_p + slot * BJ + col, mask=col < keys, other=0.0)
-        _put(Kg_p, slot * BC, row, BC, kcol, dk, dk, tl.dot(Tt, g[:, None] * k, input_precision=PREC))
-        _put(Ks_p, slot * BC, row, BC, kcol, dk, dk, tl.dot(Tt, s[:, None] * k, input_precision=PREC))
+        put(Kg_p, slot * BC, row, BC, kcol, dk, dk, matmul(Tt, g[:, None] * k, DT, PREC))
+        put(Ks_p, slot * BC, row, BC, kcol, dk, dk, matmul(Tt, s[:, None] * k, DT, PREC))
     for left in range(0, dv, BV):
         vcol = left + tl.arange(0, BV)
-        dy = _tile(dy_p, n * length + start, row, count, vcol, dv, dv)
-        _put(J_p, slot * BJ, col, BJ, vcol, dv, dv, -matmul(At, dy, DT, PREC))
+        dy = tile(dy_p, n * length + start, row, count, vcol, dv, dv)
+        put(J_p, slot * BJ, col, BJ, vcol, dv, dv, -matmul(At, dy, DT, PREC))
 
 
 @triton.jit
@@ -222,20 +209,20 @@ def _state_backward(
         start, count = span(starts_p, n // per, stride, x)
         slot = n * chunks + x
         keys = tl.where(count > 0, count + W - 1, 0)
-        _put(dWs_p, slot * dk, kcol, dk, vcol, dv, dv, dW)
-        _put(dSs_p, slot * dk, kcol, dk, vcol, dv, dv, dS)
-        k = _tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
+        put(dWs_p, slot * dk, kcol, dk, vcol, dv, dv, dW)
+        put(dSs_p, slot * dk, kcol, dk, vcol, dv, dv, dS)
+        k = tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
         if EXACT:
-            Kg = _tile(Kg_p, slot * BJ, col, keys, kcol, dk, dk)
-            Ks = _tile(Ks_p, slot * BJ, col, keys, kcol, dk, dk)
+            Kg = tile(Kg_p, slot * BJ, col, keys, kcol, dk, dk)
+            Ks = tile(Ks_p, slot * BJ, col, keys, kcol, dk, dk)
         else:
             Kg = k * tl.load(g_p + slot * BJ + col, mask=col < keys, other=0.0)[:, None]
             Ks = k * tl.load(s_p + slot * BJ + col, mask=col < keys, other=0.0)[:, None]
-        dU = _tile(J_p, slot * BJ, col, keys, vcol, dv, dv) - matmul(Kg, dW, DT, PREC) - matmul(Ks, dS, DT, PREC)
-        _put(dU_p, slot * BJ, col, keys, vcol, dv, dv, dU)
+        dU = tile(J_p, slot * BJ, col, keys, vcol, dv, dv) - matmul(Kg, dW, DT, PREC) - matmul(Ks, dS, DT, PREC)
+        put(dU_p, slot * BJ, col, keys, vcol, dv, dv, dU)
 
-        qt = tl.trans(_tile(q_p, n * length + start, row, count, kcol, dk, dk))
-        dy = _tile(dy_p, n * length + start, row, count, vcol, dv, dv)
+        qt = tl.trans(tile(q_p, n * length + start, row, count, kcol, dk, dk))
+        dy = tile(dy_p, n * length + start, row, count, vcol, dv, dv)
         b = tl.load(b_p + slot * BC + row, mask=row < count, other=0.0)
         f = tl.load(f_p + slot * BC + row, mask=row < count, other=0.0)
         dS = tl.load(end_p + slot * 3 + 2) * dS + tl.load(end_p + slot * 3 + 1) * dW
@@ -281,20 +268,20 @@ def _query_backward(
     dqS = tl.zeros((BC, BK), tl.float32)
     for left in range(0, dv, BV):
         vcol = left + tl.arange(0, BV)
-        dy = _tile(dy_p, n * length + start, row, count, vcol, dv, dv)
-        dA -= matmul(dy, tl.trans(_tile(E_p, slot * BJ, col, keys, vcol, dv, dv)), DT, PREC)
-        dqW += matmul(dy, tl.trans(_tile(Ws_p, slot * dk, kcol, dk, vcol, dv, dv)), DT, PREC)
-        dqS += matmul(dy, tl.trans(_tile(Ss_p, slot * dk, kcol, dk, vcol, dv, dv)), DT, PREC)
+        dy = tile(dy_p, n * length + start, row, count, vcol, dv, dv)
+        dA -= matmul(dy, tl.trans(tile(E_p, slot * BJ, col, keys, vcol, dv, dv)), DT, PREC)
+        dqW += matmul(dy, tl.trans(tile(Ws_p, slot * dk, kcol, dk, vcol, dv, dv)), DT, PREC)
+        dqS += matmul(dy, tl.trans(tile(Ss_p, slot * dk, kcol, dk, vcol, dv, dv)), DT, PREC)
     b = tl.load(b_p + slot * BC + row, mask=row < count, other=0.0)
     f = tl.load(f_p + slot * BC + row, mask=row < count, other=0.0)
-    q = _tile(q_p, n * length + start, row, count, kcol, dk, dk)
-    k = _tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
+    q = tile(q_p, n * length + start, row, count, kcol, dk, dk)
+    k = tile(k_p, n * (length + W - 1) + start, col, keys, kcol, dk, dk)
     tl.store(db_p + slot * BC + row, tl.sum(q * dqW, 1))
     tl.store(df_p + slot * BC + row, tl.sum(q * dqS, 1))
-    _put(dG_p, slot * BC, row, BC, col, BJ, BJ, dA * matmul(q, tl.trans(k), DT, PREC))
-    dA *= _tile(G_p, slot * BC, row, count, col, keys, BJ)
+    put(dG_p, slot * BC, row, BC, col, BJ, BJ, dA * matmul(q, tl.trans(k), DT, PREC))
+    dA *= tile(G_p, slot * BC, row, count, col, keys, BJ)
     dq = b[:, None] * dqW + f[:, None] * dqS + matmul(dA, k, DT, PREC)
-    _put(dq_p, n * length + start, row, count, kcol, dk, dk, dq)
+    put(dq_p, n * length + start, row, count, kcol, dk, dk, dq)
 
 
 @triton.jit
@@ -328,14 +315,14 @@ def _key_backward(
             carried = tl.load(carried_p + n // per)
     for left in range(0, dv, BV):
         vcol = left + tl.arange(0, BV)
-        E = _tile(E_p, slot * BJ, col, keys, vcol, dv, dv)
-        dU = _tile(dU_p, slot * BJ, col, keys, vcol, dv, dv)
-        dy = _tile(dy_p, n * length + start, row, count, vcol, dv, dv)
+        E = tile(E_p, slot * BJ, col, keys, vcol, dv, dv)
+        dU = tile(dU_p, slot * BJ, col, keys, vcol, dv, dv)
+        dy = tile(dy_p, n * length + start, row, count, vcol, dv, dv)
         dA -= matmul(dy, tl.trans(E), DT, PREC)
-        Ws = _tile(Ws_p, slot * dk, kcol, dk, vcol, dv, dv)
-        Ss = _tile(Ss_p, slot * dk, kcol, dk, vcol, dv, dv)
-        dWs = _tile(dWs_p, slot * dk, kcol, dk, vcol, dv, dv)
-        dSs = _tile(dSs_p, slot * dk, kcol, dk, vcol, dv, dv)
+        Ws = tile(Ws_p, slot * dk, kcol, dk, vcol, dv, dv)
+        Ss = tile(Ss_p, slot * dk, kcol, dk, vcol, dv, dv)
+        dWs = tile(dWs_p, slot * dk, kcol, dk, vcol, dv, dv)
+        dSs = tile(dSs_p, slot * dk, kcol, dk, vcol, dv, dv)
         db += tl.sum(dWs * Ws)
         df += tl.sum(dWs * Ss)
         dm += tl.sum(dSs * Ss)
@@ -351,15 +338,15 @@ def _key_backward(
                 Ws = tl.load(anchor_p + at, mask=inside, other=0.0).to(tl.float32)
         dkU += matmul(dU, tl.trans(Ws), DT, PREC)
         if W == 1:
-            _put(dv_p, token, col, keys, vcol, dv, dv, -dU)
+            put(dv_p, token, col, keys, vcol, dv, dv, -dU)
         else:  # a key lies in the windows of two chunks
             at = (token + col)[:, None] * dv + vcol[None, :]
             tl.atomic_add(dv_p + at, -dU, mask=(col < keys)[:, None] & (vcol < dv)[None, :])
     tl.store(dend_p + slot * 3, db)
     tl.store(dend_p + slot * 3 + 1, df)
     tl.store(dend_p + slot * 3 + 2, dm)
-    q = _tile(q_p, n * length + start, row, count, kcol, dk, dk)
-    k = _tile(k_p, token, col, keys, kcol, dk, dk)
+    q = tile(q_p, n * length + start, row, count, kcol, dk, dk)
+    k = tile(k_p, token, col, keys, kcol, dk, dk)
     tl.store(dg_p + slot * BJ + col, tl.sum(k * dkg, 1))
     tl.store(ds_p + slot * BJ + col, tl.sum(k * dks, 1))
     g = tl.load(g_p + slot * BJ + col, mask=col < keys, other=0.0)
@@ -371,15 +358,15 @@ def _key_backward(
         bp = tl.load(bp_p + slot * BC + col, mask=col < keys, other=0.0)
         fp = tl.load(fp_p + slot * BC + col, mask=col < keys, other=0.0)
         grad += bp[:, None] * dkU + fp[:, None] * dkS
-        _put(dGp_p, slot * BC, row, BC, col, BJ, BJ, dN * matmul(k, tl.trans(k), DT, PREC))
-        dN *= _tile(Gp_p, slot * BC, row, count, col, keys, BJ)
+        put(dGp_p, slot * BC, row, BC, col, BJ, BJ, dN * matmul(k, tl.trans(k), DT, PREC))
+        dN *= tile(Gp_p, slot * BC, row, count, col, keys, BJ)
         grad += matmul(dN + tl.trans(dN), k, DT, PREC)
     else:
         grad += dkU
-    dA *= _tile(G_p, slot * BC, row, count, col, keys, BJ)
+    dA *= tile(G_p, slot * BC, row, count, col, keys, BJ)
     grad += matmul(tl.trans(dA), q, DT, PREC)
     if W == 1:
-        _put(dk_p, token, col, keys, kcol, dk, dk, grad)
+        put(dk_p, token, col, keys, kcol, dk, dk, grad)
     else:
         at = (token + col)[:, None] * dk + kcol[None, :]
         tl.atomic_add(dk_p + at, grad, mask=(col < keys)[:, None] & (kcol < dk)[None, :])
@@ -404,7 +391,7 @@ class _Sizes(NamedTuple):
 
 def _sizes(k: torch.Tensor, v: torch.Tensor) -> _Sizes:
     dk, dv = k.shape[-1], v.shape[-1]
-    return _Sizes(dk, dv, block(dk), min(block(dv), 64))
+    return _Sizes(dk, dv, block(dk), min(block(dv), 16 if k.dtype == torch.float32 else 32))
 
 
 def _warps(cut: Cut, sizes: _Sizes) -> int:
@@ -423,7 +410,7 @@ def _run(
     after = read == "after"
     coefs = coefficients(gates, cut, after=after, before=exact or not after)
     grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
-    meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, "num_warps": _warps(cut, sizes)}
+    meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, "num_warps": _warps(cut, sizes), **stages(q)}
     T = None
     Kb = Kf = Ve = k
     if exact:
@@ -431,25 +418,20 @@ def _run(
         T = cut.blocks(q, N, cut.tokens, cut.tokens) if keep else None
         _prepare[grid](
             k, v, coefs.Gp, coefs.bp, coefs.fp, Kb, Kf, Ve, Kb if T is None else T, cut.starts, *common,
-            BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, num_warps=meta["num_warps"],
+            BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, num_warps=meta["num_warps"], **stages(q),
         )  # fmt: skip
     E = cut.blocks(q, N, cut.keys, dv, dtype=kept)
     Ws, Ss = (cut.blocks(q, N, dk, dv, dtype=kept) for _ in range(2))
     Wout, Sout = torch.empty_like(W), torch.empty_like(S)
     anchorout = None if anchor is None else anchor.clone()
     _state[(triton.cdiv(dv, BV), N)](
-        k, v, Kb, Kf, Ve, coefs.g, coefs.s, coefs.end, cut.starts, *_or(cut.starts, cut.carried, cut.last),
-        W, S, *_or(W, anchor), E, Ws, Ss, Wout, Sout, *_or(Wout, anchorout), *common, EXACT=exact, **meta,
+        k, v, Kb, Kf, Ve, coefs.g, coefs.s, coefs.end, cut.starts, *some(cut.starts, cut.carried, cut.last),
+        W, S, *some(W, anchor), E, Ws, Ss, Wout, Sout, *some(Wout, anchorout), *common, EXACT=exact, **meta,
     )  # fmt: skip
     y = torch.empty(N, cut.length, dv, device=q.device, dtype=v.dtype)
     seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
     _output[grid](q, k, *seen, cut.starts, E, Ws, Ss, y, *common, BC=cut.tokens, **meta)
     return y, Wout, Sout, anchorout, _Saved(coefs, T, E, Ws, Ss)
-
-
-def _or(unused: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """A pointer that no program follows, where there is none."""
-    return tuple(unused if tensor is None else tensor for tensor in tensors)
 
 
 class _Memory(torch.autograd.Function):
@@ -483,14 +465,14 @@ class _Memory(torch.autograd.Function):
         grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
         meta = {
             "BC": cut.tokens, "BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window,
-            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": _warps(cut, sizes),
+            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": _warps(cut, sizes), **stages(q),
         }  # fmt: skip
         seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
 
         J = cut.blocks(q, N, cut.keys, dv, dtype=kept)
         Kg, Ks = (cut.blocks(q, N, cut.tokens, dk, dtype=kept) for _ in range(2)) if exact else (k, k)
         _prepare_backward[grid](
-            q, k, seen[0], cut.starts, *_or(J, T), coefs.g, coefs.s, dy, J, Kg, Ks, *common, EXACT=exact, **meta,
+            q, k, seen[0], cut.starts, *some(J, T), coefs.g, coefs.s, dy, J, Kg, Ks, *common, EXACT=exact, **meta,
         )  # fmt: skip
         dU = torch.empty_like(J)
         dWs, dSs = torch.empty_like(Ws), torch.empty_like(Ss)
@@ -499,9 +481,9 @@ class _Memory(torch.autograd.Function):
         if danchor is not None:
             danchor, danchorin = danchor.contiguous(), torch.empty_like(dW)
         _state_backward[(triton.cdiv(dv, BV), N)](
-            q, k, Kg, Ks, J, *seen[1:], *_or(J, coefs.bp, coefs.fp), coefs.g, coefs.s, coefs.end, cut.starts,
-            *_or(cut.starts, cut.carried, cut.last), dy, dW, dS, *_or(dW, danchor), dU, dWs, dSs, dWin, dSin,
-            *_or(dWin, danchorin), *common, EXACT=exact, **meta,
+            q, k, Kg, Ks, J, *seen[1:], *some(J, coefs.bp, coefs.fp), coefs.g, coefs.s, coefs.end, cut.starts,
+            *some(cut.starts, cut.carried, cut.last), dy, dW, dS, *some(dW, danchor), dU, dWs, dSs, dWin, dSin,
+            *some(dWin, danchorin), *common, EXACT=exact, **meta,
         )  # fmt: skip
 
         dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
@@ -512,8 +494,8 @@ class _Memory(torch.autograd.Function):
         dk_, dv_ = (new(x.shape, device=x.device, dtype=x.dtype if cut.window == 1 else torch.float32) for x in (k, v))
         solve = Coefficients(*(None if part is None else torch.empty_like(part) for part in coefs.parts()))
         _key_backward[grid](
-            q, k, seen[0], *_or(J, coefs.Gp, coefs.bp, coefs.fp), coefs.g, coefs.s, cut.starts, *_or(cut.starts, cut.carried),
-            E, dU, Ws, Ss, *_or(J, anchor), dWs, dSs, dy, dk_, dv_, *_or(J, solve.Gp, solve.bp, solve.fp),
+            q, k, seen[0], *some(J, coefs.Gp, coefs.bp, coefs.fp), coefs.g, coefs.s, cut.starts, *some(cut.starts, cut.carried),
+            E, dU, Ws, Ss, *some(J, anchor), dWs, dSs, dy, dk_, dv_, *some(J, solve.Gp, solve.bp, solve.fp),
             read.g, read.s, read.end, *common, EXACT=exact, **meta,
         )  # fmt: skip
         if exact and not after:  # rows before the write are both read and solved with
@@ -540,7 +522,7 @@ def linear_exact(
     if T == 0:
         return torch.zeros_like(v), state
     cut = fixed_cut(T, chunk, write, q.device)
-    y, W, S = _Memory.apply(*_rows(q, k, v, theta, eta, alpha), None, *_rows(*state), None, cut, H, read)
+    y, W, S = _Memory.apply(*flat(q, k, v, theta, eta, alpha), None, *flat(*state), None, cut, H, read)
     return y.view(B, H, T, -1), type(state)(*(x.view(B, H, *x.shape[1:]) for x in (W, S)))
 
 
@@ -570,16 +552,11 @@ def linear_stale(
     if lags:
         keys, values = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)
     y, W, S, anchor = _Memory.apply(
-        *_rows(q, keys, values, theta, eta, alpha, gamma, state.W, state.S, state.anchor), cut, H, read
+        *flat(q, keys, values, theta, eta, alpha, gamma, state.W, state.S, state.anchor), cut, H, read
     )
     W, S, anchor = (x.view(B, H, *x.shape[1:]) for x in (W, S, anchor))
     tails = {"keys": keys[:, :, T:].to(state.keys.dtype), "values": values[:, :, T:].to(state.values.dtype)} if lags else {}
     return y.view(B, H, T, -1), state._replace(W=W, S=S, anchor=anchor, phase=cut.phase, **tails)
-
-
-def _rows(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """(B, H, ...) -> (B * H, ...), contiguous."""
-    return tuple(None if tensor is None else tensor.flatten(0, 1).contiguous() for tensor in tensors)
 
 
 def _check(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: torch.Tensor | None) -> None:

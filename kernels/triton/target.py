@@ -47,6 +47,34 @@ def block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
+def stages(q: torch.Tensor) -> dict[str, int]:
+    """Loads in flight: three products for one leave float32 fewer registers to keep them in."""
+    return {"num_stages": 2} if q.dtype == torch.float32 else {}
+
+
+def some(unused: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """`unused`, a pointer that no program follows, where there is no tensor."""
+    return tuple(unused if tensor is None else tensor for tensor in tensors)
+
+
+def flat(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """(B, H, ...) -> (B * H, ...), contiguous."""
+    return tuple(None if tensor is None else tensor.flatten(0, 1).contiguous() for tensor in tensors)
+
+
 @triton.jit
 def matmul(x, y, DT: tl.constexpr, PREC: tl.constexpr):
     return tl.dot(x.to(DT), y.to(DT), input_precision=PREC)
+
+
+@triton.jit
+def tile(p, base, row, rows, col, cols, width):
+    """Rows `base + row` of a matrix of `width` columns, float32, zero outside."""
+    at = (base + row)[:, None] * width + col[None, :]
+    return tl.load(p + at, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def put(p, base, row, rows, col, cols, width, value):
+    at = (base + row)[:, None] * width + col[None, :]
+    tl.store(p + at, value.to(p.dtype.element_ty), mask=(row < rows)[:, None] & (col < cols)[None, :])
