@@ -91,6 +91,7 @@ def work(
     source: Source,
     store: CheckpointStore,
     output: Sink,
+    alarms: Sink,
     dead_letters: Sink,
     *,
     batch_rows: int = BATCH_ROWS,
@@ -108,10 +109,9 @@ def work(
     batch_rows = min(batch_rows, max_resident)
     stop = Stop() if stop is None else stop
     begun = time.monotonic()
-    settings = {"model": model.version, **policy.settings()}
-    progress = store.claim(settings)
     engine = Engine(model, policy, store, max_resident=max_resident)
-    sinks = {"output": output, "dead_letters": dead_letters}
+    progress = store.claim({"model": model.version, **policy.settings(), "state": engine.slots.layout.signature})
+    sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
         sink.resume(progress.receipts.get(name))
     pending = engine.restore()
@@ -136,6 +136,7 @@ def work(
             store.accept(batch, pack_arrivals(arrivals), source.positions())
         outcome = engine.step(arrivals, batch)
         output.write(outcome.forecasts)
+        alarms.write(outcome.alarms)
         dead_letters.write(outcome.dead)
         receipts = {name: sink.flush() for name, sink in sinks.items()}
         latencies.append((1e3 * (time.monotonic() - arrived), len(arrivals.records)))
@@ -183,9 +184,7 @@ def work(
 class _Intake:
     """Cuts the source into batches; at its end lets the events through that still wait for a watermark."""
 
-    def __init__(
-        self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int
-    ):
+    def __init__(self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int):
         self._source, self._engine, self._stop = source, engine, stop
         self._batch_rows = batch_rows
         self._last = None if max_events is None else received + max_events

@@ -54,6 +54,7 @@ def run(source: str, folder: Path, pause: float = 0.0) -> str:
             open_source(source),
             CheckpointStore(folder / "c.db"),
             open_sink(str(folder / "out.csv")),
+            open_sink(str(folder / "alarms.ndjson")),
             open_sink(str(folder / "dead.ndjson")),
             batch_rows=16,
             snapshot_share=5,

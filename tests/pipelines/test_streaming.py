@@ -24,6 +24,9 @@ MINUTE = 60_000_000
 START = 1_704_067_200_000_000
 
 
+OUTPUTS = ("out.csv", "alarms.ndjson", "dead.ndjson")
+
+
 def case(name: str) -> Path:
     path = SHARED / "cases/series" / name
     if not path.exists():
@@ -50,13 +53,12 @@ def run(source: Path, folder: Path, *, grace: str = "0s", version: str = "toy/1"
     folder.mkdir(exist_ok=True)
     policy = EventTime(Frequency.parse("1m"), grace=parse_duration(grace))
     store = CheckpointStore(folder / "c.db")
-    output, dead = open_sink(str(folder / "out.csv")), open_sink(str(folder / "dead.ndjson"))
+    sinks = [open_sink(str(folder / name)) for name in OUTPUTS]
     try:
-        return work(toy_model(version=version), policy, open_source(str(source)), store, output, dead, **options)
+        return work(toy_model(version=version), policy, open_source(str(source)), store, *sinks, **options)
     finally:
-        output.close()
-        dead.close()
-        store.close()
+        for thing in (*sinks, store):
+            thing.close()
 
 
 def digest(folder: Path) -> str:
@@ -85,11 +87,15 @@ def test_rows_of_the_output(tmp_path: Path) -> None:
     source.write_text("unique_id,ds,y\na,2024-01-01 00:00,1\na,2024-01-01 00:01,\na,2024-01-01 00:04,3\n")
     summary = run(source, tmp_path / "r")
     rows = pl.read_csv(tmp_path / "r/out.csv", try_parse_dates=True)
-    assert rows.columns == ["unique_id", "origin", "ds", "step", "q0.1", "q0.5", "q0.9", "surprise", "model_version"]
+    assert rows.columns == [
+        *("unique_id", "origin", "ds", "step", "q0.1", "q0.5", "q0.9"),
+        *("low", "high", "surprise", "anomaly", "model_version"),
+    ]
     assert rows.height == 9 and rows["step"].to_list() == [1, 2, 3] * 3
     assert rows["ds"][3].replace(tzinfo=None) == datetime(2024, 1, 1, 0, 2)
     assert rows["q0.5"][3] == pytest.approx(rows["q0.5"][0], rel=1e-5), "a missing value is not learnt"
     assert rows["surprise"].null_count() == 9, "no forecast before the first row, no truth in the second, a gap then"
+    assert rows["low"].to_list()[:6] == rows["q0.1"].to_list()[:6], "nothing was judged yet"
     assert summary.counters["accepted"] == 2 and summary.counters["missing"] == 1
     assert summary.counters["gap_steps"] == 2 and summary.stopped == "end of the source"
 
@@ -104,7 +110,7 @@ def test_stop_and_start_anywhere_changes_nothing(tmp_path: Path, stops: list[int
         before = stop
     last = run(source, tmp_path / "b", batch_rows=1, grace="2m")
     assert last.resumed and last.events == 240 - before
-    for name in ("out.csv", "dead.ndjson"):
+    for name in OUTPUTS:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
@@ -149,23 +155,22 @@ def test_a_crash_at_any_call_changes_nothing(tmp_path: Path, max_resident: int) 
             return wrapped
 
         store = CheckpointStore(folder / "c.db")
-        output, dead = open_sink(str(folder / "out.csv")), open_sink(str(folder / "dead.ndjson"))
+        output, _, dead = sinks = [open_sink(str(folder / name)) for name in OUTPUTS]
         for thing, names in ((store, ("accept", "commit", "settle")), (output, ("write", "flush")), (dead, ("flush",))):
             for name in names:
                 setattr(thing, name, maybe(getattr(thing, name)))
         try:
             policy = EventTime(Frequency.parse("1m"), grace=2 * MINUTE)
             options = {"batch_rows": 16, "snapshot_share": 5, "max_resident": max_resident}
-            work(toy_model(), policy, open_source(str(source)), store, output, dead, **options)
+            work(toy_model(), policy, open_source(str(source)), store, *sinks, **options)
             break
         except Killed:
             deaths += 1
         finally:
-            output.close()
-            dead.close()
-            store.close()
+            for thing in (*sinks, store):
+                thing.close()
     assert deaths >= 10
-    for name in ("out.csv", "dead.ndjson"):
+    for name in OUTPUTS:
         assert (tmp_path / "a" / name).read_bytes() == (folder / name).read_bytes()
     assert digest(tmp_path / "a") == digest(folder)
 
@@ -245,11 +250,9 @@ def test_case_resume(tmp_path: Path) -> None:
     def hourly(folder: Path, **options) -> None:
         folder.mkdir(exist_ok=True)
         store = CheckpointStore(folder / "c.db")
-        output, dead = open_sink(str(folder / "out.csv")), open_sink(str(folder / "dead.ndjson"))
-        work(
-            toy_model("1h"), EventTime(Frequency.parse("1h")), open_source(str(source)), store, output, dead, **options
-        )
-        for thing in (output, dead, store):
+        sinks = [open_sink(str(folder / name)) for name in OUTPUTS]
+        work(toy_model("1h"), EventTime(Frequency.parse("1h")), open_source(str(source)), store, *sinks, **options)
+        for thing in (*sinks, store):
             thing.close()
 
     hourly(tmp_path / "a")
