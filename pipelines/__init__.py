@@ -1,1 +1,4 @@
 """The jobs: a folder for each use of the models, and the one command that runs them."""
+
+DEFAULT_TRACKING_URI = "sqlite:///runs/tethys.db"
+"""Where runs and models are kept unless told otherwise: one SQLite file below the working folder, no server."""

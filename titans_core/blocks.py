@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from kernels import attention
 from kernels.attention import KeyValues
-from kernels.linear import MatrixState
 from titans_core import state as value
 from titans_core.config import BackboneConfig
-from titans_core.memory import MemoryState, NeuralMemory, RMSNorm
+from titans_core.memory import Memory, MemoryState, NeuralMemory, RMSNorm
 
 
 class SwiGLU(nn.Module):
@@ -180,7 +179,7 @@ class MacState:
     """A MAC stream: its running memory, the memory frozen at the segment's start, and the open segment."""
 
     memory: MemoryState
-    anchor: MatrixState
+    anchor: Memory
     reading: Tensor  # convolution tail of the retrieval queries (B, conv - 1, 3 D)
     context: KeyValues  # keys and values of what was retrieved for each token of the open segment (B, H, N, d)
     segment: KeyValues  # keys and values of those tokens themselves (B, H, N, d)

@@ -14,14 +14,16 @@ from titans_core import state as value
 from titans_core.blocks import Backbone
 from titans_core.config import BackboneConfig, ConfigError, MemoryConfig
 
-MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention"]
-RULES = ["exact"]
+MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention", "lmm-stale", "mac-stale", "lmm-deep", "mac-deep", "mag-deep", "lmm-gated", "lmm-hybrid", "lmm-omega"]
 
 
-def model(mixer: str, rule: str = "exact", **options: Any) -> Backbone:
+def model(mixer: str) -> Backbone:
+    """`mixer` or `mixer-rule`."""
     torch.manual_seed(7)
-    memory = MemoryConfig(dim=16, heads=2, rule=rule, chunk=4)  # type: ignore[arg-type]
-    config = BackboneConfig(memory=memory, layers=(mixer, mixer), window=5, segment=6, persistent=2, **options)  # type: ignore[arg-type]
+    mixer, _, rule = mixer.partition("-")
+    omega = {"rule": "deep", "window": 3} if rule == "omega" else {"rule": rule or "exact"}
+    memory = MemoryConfig(dim=16, heads=2, chunk=4, expansion=2, **omega)  # type: ignore[arg-type]
+    config = BackboneConfig(memory=memory, layers=(mixer, mixer), window=5, segment=6, persistent=2)  # type: ignore[arg-type]
     backbone = Backbone(config).double()
     with torch.no_grad():  # a memory that matters: every parameter away from its symmetric start
         for parameter in backbone.parameters():
@@ -45,7 +47,7 @@ def test_any_split_into_calls_equals_one_call(mixer: str, cuts: list[int]) -> No
     whole, state = run(backbone, x, [])
     parts, state_of_parts = run(backbone, x, cuts)
     torch.testing.assert_close(parts, whole, atol=1e-9, rtol=1e-9)
-    if mixer != "mac":  # slots of a MAC segment that are not filled yet hold leftovers that the mask hides
+    if not mixer.startswith("mac"):  # slots of a MAC segment that are not filled yet hold leftovers that the mask hides
         for (name, a), (_, b) in zip(value.leaves(state_of_parts), value.leaves(state), strict=True):
             torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9, msg=name)
     after, _ = backbone(x[:, :3], state)
@@ -82,7 +84,7 @@ def test_streams_never_touch(mixer: str) -> None:
     torch.testing.assert_close(run(backbone, x[[2, 0, 1]], [])[0], together[[2, 0, 1]], atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "window"])
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "window", "lmm-stale", "mac-stale", "lmm-deep", "lmm-omega"])
 def test_streams_at_different_places_advance_together(mixer: str) -> None:
     """Two streams that have had 4 and 9 tokens, stacked, go on as each would alone."""
     backbone = model(mixer)

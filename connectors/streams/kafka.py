@@ -1,0 +1,196 @@
+"""Kafka-protocol brokers (confluent-kafka): manual assignment, positions kept by us and not by a consumer group."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import polars as pl
+
+from connectors.errors import UserError
+from connectors.streams.base import Batch, Decoder, Positions, Record
+from connectors.streams.files import TIME_FORMAT
+
+OPEN_SECONDS = 10.0
+
+
+def _client() -> Any:
+    try:
+        import confluent_kafka
+    except ImportError as error:
+        raise UserError("Kafka needs the extra 'kafka': pip install 'tethys-streams[kafka]'") from error
+    return confluent_kafka
+
+
+def parse_address(address: str) -> tuple[str, str, dict[str, str]]:
+    """`kafka://HOST:PORT[,HOST:PORT]/TOPIC?group=NAME` -> servers, topic, options."""
+    parts = urlsplit(address)
+    topic = parts.path.strip("/")
+    if parts.scheme != "kafka" or not parts.netloc or not topic or "/" in topic:
+        raise UserError(f"'{address}' is not kafka://HOST:PORT/TOPIC")
+    return parts.netloc, topic, {name: values[-1] for name, values in parse_qs(parts.query).items()}
+
+
+class KafkaSource:
+    """All partitions of one topic, JSON values. Positions: `TOPIC[PARTITION]` -> next offset.
+
+    The broker's consumer group is only told how far the worker got, for lag displays; the checkpoint decides where
+    reading goes on, so a group rebalance can neither lose nor repeat an event.
+    """
+
+    def __init__(self, address: str, *, columns: Mapping[str, str] | None = None, follow: bool = True):
+        kafka = _client()
+        self._kafka = kafka
+        servers, self.topic, options = parse_address(address)
+        self.ended = False
+        self.follow = follow
+        self.consumer = kafka.Consumer(
+            {
+                "bootstrap.servers": servers,
+                "group.id": options.get("group", "tethys"),
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",
+                "enable.partition.eof": False,
+            }
+        )
+        try:
+            found = self.consumer.list_topics(self.topic, timeout=OPEN_SECONDS).topics[self.topic]
+        except kafka.KafkaException as error:
+            raise UserError(f"cannot reach the broker at {servers}: {error.args[0].str()}") from error
+        if found.error is not None or not found.partitions:
+            raise UserError(f"the broker at {servers} has no topic '{self.topic}'")
+        self.next = {number: 0 for number in sorted(found.partitions)}
+        self.ends: dict[int, int] = {}
+        for number in self.next:
+            low, high = self._watermarks(number)
+            self.next[number] = low
+            self.ends[number] = high
+        self.decoder = Decoder("json", columns)
+        self._assign()
+
+    def _watermarks(self, number: int) -> tuple[int, int]:
+        low, high = self.consumer.get_watermark_offsets(
+            self._kafka.TopicPartition(self.topic, number), timeout=OPEN_SECONDS, cached=False
+        )
+        return int(low), int(high)
+
+    def _assign(self) -> None:
+        kafka = self._kafka
+        self.consumer.assign([kafka.TopicPartition(self.topic, p, offset) for p, offset in self.next.items()])
+
+    def poll(self, max_records: int, timeout: float) -> Batch:
+        kafka = self._kafka
+        batch = Batch([], [])
+        deadline = time.monotonic() + timeout
+        while len(batch) < max_records:
+            if not self.follow and all(self.next[p] >= self.ends[p] for p in self.next):
+                self.ended = True
+                break
+            # With a first record in hand only what has already arrived is added; latency comes before batch size.
+            wait = 0.0 if len(batch) else max(0.0, deadline - time.monotonic())
+            messages = self.consumer.consume(max_records - len(batch), timeout=max(wait, 0.001))
+            for message in messages:
+                if message.error() is not None:
+                    if message.error().code() == kafka.KafkaError.OFFSET_OUT_OF_RANGE:
+                        raise UserError(
+                            f"'{self.topic}[{message.partition()}]' no longer holds offset "
+                            f"{self.next[message.partition()]}: events were deleted before they were read; "
+                            "lengthen the topic's retention, or start with a new checkpoint"
+                        )
+                    if message.error().fatal():
+                        raise kafka.KafkaException(message.error())
+                    continue  # transient: the client reconnects by itself
+                partition, offset = message.partition(), message.offset()
+                if offset < self.next[partition]:
+                    continue
+                outcome = self.decoder.decode(message.value() or b"", f"{self.topic}[{partition}]", offset)
+                if isinstance(outcome, Record):
+                    batch.records.append(outcome)
+                else:
+                    batch.dead.append(outcome)
+                self.next[partition] = offset + 1
+            if not messages and (len(batch) or time.monotonic() >= deadline):
+                break
+        return batch
+
+    def positions(self) -> Positions:
+        return {f"{self.topic}[{number}]": offset for number, offset in self.next.items()}
+
+    def seek(self, positions: Positions) -> None:
+        known = {f"{self.topic}[{number}]": number for number in self.next}
+        unknown = sorted(set(positions) - set(known))
+        if unknown:
+            raise UserError(f"the checkpoint knows {unknown}, the topic '{self.topic}' has not: use another checkpoint")
+        for name, offset in positions.items():
+            low, high = self._watermarks(known[name])
+            if offset < low or offset > high:
+                raise UserError(
+                    f"'{name}' holds offsets {low} to {high}, the checkpoint goes on at {offset}: "
+                    "events were deleted or the topic was made anew; start with a new checkpoint"
+                )
+            self.next[known[name]] = int(offset)
+        self.ended = False
+        self._assign()
+
+    def commit(self, positions: Positions) -> None:
+        kafka = self._kafka
+        known = {f"{self.topic}[{number}]": number for number in self.next}
+        offsets = [kafka.TopicPartition(self.topic, known[n], int(o)) for n, o in positions.items() if n in known]
+        try:
+            self.consumer.commit(offsets=offsets, asynchronous=True)
+        except kafka.KafkaException:
+            return  # only the lag display is behind; the checkpoint holds the truth
+
+    def close(self) -> None:
+        self.consumer.close()
+
+
+class KafkaSink:
+    """Rows as JSON messages keyed by `unique_id`, with an idempotent producer. Receipt: rows sent in all.
+
+    A broker cannot take messages back: after a crash the rows since the last commit are sent again with equal bytes.
+    Readers that need each row once drop repeats by (unique_id, origin, ds, model_version).
+    """
+
+    def __init__(self, address: str):
+        kafka = _client()
+        servers, self.topic, _ = parse_address(address)
+        self.producer = kafka.Producer(
+            {"bootstrap.servers": servers, "enable.idempotence": True, "linger.ms": 5, "compression.type": "lz4"}
+        )
+        self.sent = 0
+        self.failed: list[str] = []
+
+    def resume(self, receipt: Any | None) -> None:
+        self.sent = 0 if receipt is None else int(receipt)
+
+    def write(self, rows: pl.DataFrame) -> None:
+        times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
+        for row in rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).iter_rows(named=True):
+            value = json.dumps(row).encode()
+            while True:
+                try:
+                    key = str(row.get("unique_id", ""))
+                    self.producer.produce(self.topic, value, key=key, on_delivery=self._delivered)
+                    break
+                except BufferError:  # the local queue is full: back-pressure
+                    self.producer.poll(0.1)
+            self.sent += 1
+        self.producer.poll(0)
+
+    def _delivered(self, error: Any, _message: Any) -> None:
+        if error is not None:
+            self.failed.append(str(error))
+
+    def flush(self) -> Any:
+        left = self.producer.flush(30.0)
+        if left or self.failed:
+            reason = self.failed[0] if self.failed else f"{left} rows unsent after 30 s"
+            raise UserError(f"the broker did not take the forecasts for '{self.topic}': {reason}; nothing is committed")
+        return self.sent
+
+    def close(self) -> None:
+        self.producer.flush(5.0)

@@ -1,0 +1,320 @@
+"""The `tethys` command: thin, one function a job.
+
+Starting it costs nothing: torch, Ray and MLflow are imported inside the command that needs them. Results go to standard output (a table
+for people, one JSON document with --json), everything else to standard error. A mistake of the user is one line and exit status 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from connectors.errors import UserError
+from pipelines import DEFAULT_TRACKING_URI
+
+app = typer.Typer(
+    name="tethys",
+    help="Forecasting with memories that keep learning on live streams.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+models = typer.Typer(help="The registered models.", no_args_is_help=True)
+app.add_typer(models, name="models")
+
+
+class Executor(StrEnum):
+    local = "local"
+    ray = "ray"
+
+
+Data = Annotated[str, typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI.")]
+IdColumn = Annotated[str, typer.Option(help="Column that names the series; an empty name takes the table as one series.")]
+TimeColumn = Annotated[str, typer.Option(help="Column of the time stamps, or of whole numbers that count steps.")]
+TargetColumn = Annotated[str, typer.Option(help="Column to forecast.")]
+Frequency = Annotated[str | None, typer.Option(help="Step of the series: 15m, 1h, 1d, 1w, 1mo ...; inferred when not given.")]
+Horizon = Annotated[int, typer.Option(min=1, help="Steps to forecast.")]
+LookBack = Annotated[int, typer.Option(min=1, help="Steps that a forecast is made from, beside the memory.")]
+ModelName = Annotated[str, typer.Option(help="Name of the model in the registry.")]
+Version = Annotated[str, typer.Option(help="Version of the model: a number or an alias.")]
+TrackingUri = Annotated[
+    str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store: a SQLite file, or the address of a tracking server.")
+]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+
+
+@app.command(epilog="Example: tethys demo")
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for the store, the plot and the tables.")] = Path("runs/demo"),
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Train, compare, register and stream on an embedded sample: no server, no broker, under three minutes on two cores."""
+    from pipelines.forecasting import demo as job
+
+    _show(job.run(output=output, seed=seed), as_json)
+
+
+@app.command(epilog="Example: tethys train sales.parquet --frequency 1d --look-back 56 --horizon 28 --model-name sales")
+def train(
+    data: Data,
+    id_column: IdColumn = "unique_id",
+    time_column: TimeColumn = "ds",
+    target_column: TargetColumn = "y",
+    frequency: Frequency = None,
+    look_back: LookBack = 96,
+    horizon: Horizon = 24,
+    model_name: ModelName = "forecaster",
+    alias: Annotated[str, typer.Option(help="Alias that the new version gets.")] = "challenger",
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    executor: Annotated[Executor, typer.Option(help="Where tables are read: in this process, or a Ray task for each.")] = Executor.local,
+    seed: Seed = 0,
+    output: Annotated[Path, typer.Option(help="Folder for the plot, the leaderboard and the forecast table.")] = Path("runs/train"),
+    as_json: Json = False,
+) -> None:
+    """Train a forecaster, compare it with baselines on rolling origins, log the run and register the model."""
+    from pipelines.forecasting import job
+
+    result = job.train(
+        data,
+        id_column=id_column or None,
+        time_column=time_column,
+        target_column=target_column,
+        frequency=frequency,
+        look_back=look_back,
+        horizon=horizon,
+        tracking_uri=tracking_uri,
+        model_name=model_name,
+        alias=alias,
+        executor=executor.value,
+        seed=seed,
+        output=output,
+    )
+    _show(result, as_json)
+
+
+@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8")
+def backtest(
+    data: Data,
+    id_column: IdColumn = "unique_id",
+    time_column: TimeColumn = "ds",
+    target_column: TargetColumn = "y",
+    frequency: Frequency = None,
+    model_name: ModelName = "forecaster",
+    version: Version = "challenger",
+    origins: Annotated[int, typer.Option(min=1, help="Forecasts of each series, one horizon apart, the last one at its end.")] = 4,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    output: Annotated[Path, typer.Option(help="Folder for the leaderboard and the forecasts.")] = Path("runs/backtest"),
+    as_json: Json = False,
+) -> None:
+    """Compare a registered forecaster with the baselines on rolling origins of a table."""
+    from pipelines.forecasting import job
+
+    result = job.backtest(
+        data,
+        id_column=id_column or None,
+        time_column=time_column,
+        target_column=target_column,
+        frequency=frequency,
+        model_name=model_name,
+        version=version,
+        origins=origins,
+        tracking_uri=tracking_uri,
+        output=output,
+    )
+    _show(result, as_json)
+
+
+@app.command(epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet")
+def forecast(
+    data: Data,
+    id_column: IdColumn = "unique_id",
+    time_column: TimeColumn = "ds",
+    target_column: TargetColumn = "y",
+    frequency: Frequency = None,
+    horizon: Annotated[int | None, typer.Option(min=1, help="Steps to forecast; the model's own horizon when not given.")] = None,
+    model_name: ModelName = "forecaster",
+    version: Version = "challenger",
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    output: Annotated[str, typer.Option(help="Table to write: .parquet, .csv or a URI; replaced as a whole.")] = "runs/forecast.parquet",
+    as_json: Json = False,
+) -> None:
+    """Forecast every series of a table with a registered model."""
+    from pipelines.forecasting import job
+
+    result = job.forecast(
+        data,
+        id_column=id_column or None,
+        time_column=time_column,
+        target_column=target_column,
+        frequency=frequency,
+        horizon=horizon,
+        model_name=model_name,
+        version=version,
+        tracking_uri=tracking_uri,
+        output=output,
+    )
+    _show(result, as_json)
+
+
+@app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --checkpoint runs/readings.db --output forecasts.ndjson")
+def stream(
+    source: Annotated[str, typer.Argument(help="Rows to read: a .csv or .ndjson file.")],
+    checkpoint: Annotated[Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")] = Path(
+        "runs/stream.db"
+    ),
+    output: Annotated[str, typer.Option(help="NDJSON file that the forecasts are appended to.")] = "runs/forecasts.ndjson",
+    id_column: IdColumn = "unique_id",
+    time_column: TimeColumn = "ds",
+    target_column: TargetColumn = "y",
+    model_name: ModelName = "forecaster",
+    version: Version = "challenger",
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Forecast and learn row by row, each stream with its own memory; stop and start at will, no row is lost or learnt twice."""
+    from pipelines.streaming import worker
+
+    result = worker.run(
+        source,
+        checkpoint=checkpoint,
+        output=output,
+        id_column=id_column or None,
+        time_column=time_column,
+        target_column=target_column,
+        model_name=model_name,
+        version=version,
+        tracking_uri=tracking_uri,
+    )
+    _show(result, as_json)
+
+
+@models.command("list", epilog="Example: tethys models list --json")
+def models_list(tracking_uri: TrackingUri = DEFAULT_TRACKING_URI, as_json: Json = False) -> None:
+    """Every registered model, its latest version and its aliases."""
+    from pipelines import tracking
+
+    found = tracking.list_models(tracking_uri)
+    if as_json:
+        _print_json(found)
+    else:
+        _print_table([{**m, "aliases": ", ".join(f"{alias} -> {version}" for alias, version in m["aliases"].items())} for m in found])
+
+
+@models.command("show", epilog="Example: tethys models show sales")
+def models_show(
+    name: Annotated[str, typer.Argument(help="Name of the model.")],
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Every version of a model, newest first, with its metrics."""
+    from datetime import UTC, datetime
+
+    from pipelines import tracking
+
+    versions = tracking.show_model(name, tracking_uri)
+    if as_json:
+        _print_json(versions)
+        return
+    rows = []
+    for v in versions:
+        created = datetime.fromtimestamp(v["created_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        rows.append({"version": v["version"], "aliases": ", ".join(v["aliases"]), "created": created, **v["metrics"], "run": v["run_id"]})
+    _print_table(rows)
+
+
+@app.command(epilog="Example: tethys doctor")
+def doctor(as_json: Json = False) -> None:
+    """Versions, cores, and which implementation of the kernels runs here."""
+    facts = _facts()
+    if as_json:
+        _print_json(facts)
+        return
+    for key, value in facts.items():
+        typer.echo(f"{key:<12} {', '.join(f'{k} {v}' for k, v in value.items()) if isinstance(value, dict) else value}")
+
+
+def main() -> None:
+    """Entry point of the `tethys` command."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"tethys: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+
+
+def _facts() -> dict[str, Any]:
+    import importlib.metadata
+    import platform
+
+    import torch
+
+    from kernels import dispatch
+
+    versions = {}
+    for name in ("tethys-streams", "torch", "triton", "polars", "ray", "mlflow"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "versions": versions,
+        "kernels": dispatch.available(),
+    }
+
+
+def _show(result: Any, as_json: bool) -> None:
+    """A result of a job: a data class whose `leaderboard` (rows) becomes a table and whose other fields become lines."""
+    fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
+    if as_json:
+        _print_json(fields)
+        return
+    _print_table(fields.pop("leaderboard", []))
+    for name, value in fields.items():
+        if value is not None:
+            typer.echo(f"{name.replace('_', ' '):<12} {value}")
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, default=str))
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        numbers = all(isinstance(row.get(column), int | float | None) for row in rows)
+        table.add_column(column, justify="right" if numbers else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(_cell(row.get(column)) for column in columns))
+    console = Console()
+    # Not a terminal: never cut a column off at some default width.
+    console.print(table, width=None if console.is_terminal else 200, crop=False)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+if __name__ == "__main__":
+    main()

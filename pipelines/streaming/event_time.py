@@ -1,0 +1,244 @@
+"""Event time: one clock a stream puts its events in order and says what becomes of each.
+
+A clock's watermark is the newest event time seen minus the grace period. Events wait in a small buffer until the
+watermark reaches them and leave it in order of event time; each stream has its own clock, so what happens to a
+stream never depends on which others share its worker. Verdicts:
+
+    accepted     a value, taken in its order (`missing`: taken as a missing value, nothing is learnt from it)
+    late         its place in the order has passed; published forecasts do not change
+    duplicate    the same event again (same time and value, or same event id)
+    conflict     another value for a time, or another time for an event id, that is already known
+    quarantined  further ahead than a clock may jump; the watermark does not move
+    off_grid     between two steps of the stream's frequency
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from connectors.errors import UserError
+from connectors.streams.base import Record
+
+SECOND = 1_000_000
+DAY = 86_400 * SECOND
+UNITS = {
+    "us": 1,
+    "ms": 1_000,
+    "s": SECOND,
+    "m": 60 * SECOND,
+    "h": 3_600 * SECOND,
+    "d": DAY,
+    "w": 7 * DAY,
+}
+CALENDAR = {"mo": 1, "q": 3, "y": 12}
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """The step of a stream: a fixed length (`15m`, `1h`, `1d`, `1w`) or calendar months (`1mo`, `1q`, `1y`)."""
+
+    text: str
+    length: int
+    """Microseconds; for calendar steps the shortest such step."""
+    months: int
+    """0 for fixed steps."""
+
+    @classmethod
+    def parse(cls, text: str) -> Frequency:
+        found = re.fullmatch(r"(\d*)(us|ms|mo|[smhdwqy])", text.strip())
+        count = int(found[1] or 1) if found else 0
+        if not found or count < 1:
+            raise UserError(f"'{text}' is no frequency: use for instance 15m, 1h, 1d, 1w, 1mo")
+        if found[2] in CALENDAR:
+            months = count * CALENDAR[found[2]]
+            return cls(text, months * 28 * DAY, months)
+        return cls(text, count * UNITS[found[2]], 0)
+
+    def after(self, ds: np.ndarray, steps: np.ndarray) -> np.ndarray:
+        """Times `steps` (any shape that broadcasts) after `ds` (int64 microseconds UTC)."""
+        if not self.months:
+            return ds + steps * self.length
+        ds, steps = np.broadcast_arrays(ds, steps)
+        out = np.empty(ds.shape, dtype=np.int64)
+        for step in np.unique(steps):  # polars keeps the day of the month, and its end (31 Jan + 1mo = 28 Feb)
+            here = steps == step
+            moved = pl.Series(ds[here]).cast(pl.Datetime("us")).dt.offset_by(f"{int(step) * self.months}mo")
+            out[here] = moved.cast(pl.Int64).to_numpy()
+        return out
+
+    def between(self, earlier: int, later: int) -> int | None:
+        """Whole steps from `earlier` to `later`; None when `later` is not on the grid that `earlier` lies on."""
+        if not self.months:
+            steps, rest = divmod(later - earlier, self.length)
+            return None if rest else steps
+        a, b = _moment(earlier), _moment(later)
+        months = (b.year - a.year) * 12 + b.month - a.month
+        if months % self.months:
+            return None
+        expected = int(self.after(np.array([earlier]), np.array([months // self.months]))[0])
+        # A month end clipped before (28 Feb after 31 Jan) may return to the 31st.
+        same = expected == later or (_is_month_end(a) and _is_month_end(b) and a.time() == b.time())
+        return months // self.months if same else None
+
+
+def _moment(ds: int) -> datetime:
+    return datetime.fromtimestamp(ds // SECOND, UTC).replace(microsecond=ds % SECOND)
+
+
+def _is_month_end(moment: datetime) -> bool:
+    return datetime.fromtimestamp(moment.timestamp() + 86_400, UTC).day == 1
+
+
+def parse_duration(text: str) -> int:
+    """Microseconds of `5m`, `1h`, `0s`."""
+    found = re.fullmatch(r"(\d+)(us|ms|[smhdw])", text.strip())
+    if not found:
+        raise UserError(f"'{text}' is no duration: use for instance 30s, 5m, 1h, 1d")
+    return int(found[1]) * UNITS[found[2]]
+
+
+@dataclass(frozen=True)
+class EventTime:
+    """The policy of all clocks of a run."""
+
+    frequency: Frequency
+    grace: int = 0
+    """Microseconds an event may come behind the newest one and still be put in its place."""
+    max_jump: int | None = None
+    """Microseconds a clock may jump ahead at once; None: a day, or 16 steps if that is more."""
+    conflict: str = "reject"
+    """`reject`: the first value stays. `last`: a waiting event takes the newer value (a correction)."""
+    remember: int = 16
+    """Events already taken that are still recognised as duplicates or conflicts, a stream."""
+    confirm: int = 10
+    """So many events in a row beyond the jump bound, in order among themselves, show that time really moved on."""
+
+    def __post_init__(self) -> None:
+        if self.conflict not in ("reject", "last"):
+            raise UserError(f"conflict policy '{self.conflict}' is unknown: use reject or last")
+
+    @property
+    def jump(self) -> int:
+        return max(DAY, 16 * self.frequency.length) if self.max_jump is None else self.max_jump
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "freq": self.frequency.text,
+            "grace_us": self.grace,
+            "max_jump_us": self.jump,
+            "conflict": self.conflict,
+        }
+
+
+class Row(NamedTuple):
+    """What a clock lets through to the memory of its stream."""
+
+    unique_id: str
+    ds: int
+    y: float
+    """NaN: missing; the memory takes the step without a write."""
+    gap: int
+    """Steps of the grid between the row before and this one for which nothing came."""
+
+
+def _same(a: float, b: float) -> bool:
+    return a == b or (math.isnan(a) and math.isnan(b))
+
+
+class Clock:
+    """Order, lateness and repeats of one stream. Its state is small and JSON (`dump`, `load`)."""
+
+    __slots__ = ("ahead", "buffer", "last", "newest", "recent")
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        """Event time of the last row let through."""
+        self.newest: int | None = None
+        self.buffer: list[tuple[int, float, str | None]] = []
+        """Waiting events, by time."""
+        self.recent: deque[tuple[int, float, str | None]] = deque()
+        self.ahead: tuple[int, int] | None = None
+        """Newest time beyond the jump bound, and how many events stood there in order."""
+
+    def feed(self, record: Record, policy: EventTime, out: list[Row]) -> str:
+        """Take one event; rows whose time has come are appended to `out`. Returns the verdict."""
+        ds, y, event = record.ds, record.y, record.event_id
+        newest = self.newest
+        if newest is not None:
+            if ds <= newest or event is not None:
+                verdict = self._known(ds, y, event, policy)
+                if verdict is not None:
+                    return verdict
+            if self.last is not None and ds <= self.last:
+                return "late"
+            if policy.frequency.between(newest, ds) is None:
+                return "off_grid"
+            if ds > newest + policy.jump:
+                far, count = self.ahead or (0, 0)
+                in_order = count and far < ds <= far + policy.jump
+                self.ahead = (ds, count + 1 if in_order else 1)
+                if self.ahead[1] < policy.confirm:
+                    return "quarantined"
+        self.ahead = None
+        if newest is None or ds > newest:
+            self.newest = newest = ds
+            self.buffer.append((ds, y, event))
+        else:
+            self.buffer.append((ds, y, event))
+            self.buffer.sort(key=lambda item: item[0])
+        self._release(newest - policy.grace, record.unique_id, policy, out)
+        return "missing" if y != y else "accepted"
+
+    def _known(self, ds: int, y: float, event: str | None, policy: EventTime) -> str | None:
+        """Duplicate or conflict with a remembered event, or None."""
+        for waiting in (self.buffer, self.recent):
+            for place, (known_ds, known_y, known_event) in enumerate(waiting):
+                if known_ds != ds and (event is None or known_event != event):
+                    continue
+                if known_ds == ds and _same(known_y, y):
+                    return "duplicate"
+                if policy.conflict == "last" and waiting is self.buffer and known_ds == ds:
+                    self.buffer[place] = (ds, y, event)
+                return "conflict"
+        return None
+
+    def _release(self, watermark: int, unique_id: str, policy: EventTime, out: list[Row]) -> None:
+        buffer, recent = self.buffer, self.recent
+        count = 0
+        for ds, y, event in buffer:
+            if ds > watermark:
+                break
+            steps = 1 if self.last is None else policy.frequency.between(self.last, ds)
+            out.append(Row(unique_id, ds, y, (steps or 1) - 1))
+            self.last = ds
+            recent.append((ds, y, event))
+            if len(recent) > policy.remember:
+                recent.popleft()
+            count += 1
+        if count:
+            del buffer[:count]
+
+    def flush(self, unique_id: str, policy: EventTime, out: list[Row]) -> None:
+        """Let everything through: the stream has ended."""
+        if self.buffer:
+            self._release(self.buffer[-1][0], unique_id, policy, out)
+
+    def dump(self) -> list[Any]:
+        return [self.last, self.newest, self.buffer, list(self.recent), self.ahead]
+
+    @classmethod
+    def load(cls, data: list[Any]) -> Clock:
+        clock = cls()
+        clock.last, clock.newest = data[0], data[1]
+        clock.buffer = [(ds, y, event) for ds, y, event in data[2]]
+        clock.recent = deque((ds, y, event) for ds, y, event in data[3])
+        clock.ahead = None if data[4] is None else (data[4][0], data[4][1])
+        return clock

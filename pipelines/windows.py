@@ -1,0 +1,506 @@
+"""Tables become series, and series become windows.
+
+A long frame has a row for each series and time stamp: the id of the series (`unique_id`), the stamp (`ds`) and the target (`y`).
+`panel` puts every series on the regular grid of one frequency, with a mask that tells observed rows from missing ones;
+`windows` cuts look-back and horizon pairs from a panel. Windows are views of the panel: nothing is copied until a batch is taken.
+
+`read_panel` does the reading, checking and sorting of many files in this process or on Ray, one task a file. The grid and the windows
+are made in one place from the same sorted rows, so the two executors give equal numbers in equal order: by id, then by time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import polars as pl
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from connectors.errors import UserError
+
+Executor = Literal["local", "ray"]
+
+_UNITS_US = {"ms": 1_000, "s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000, "d": 86_400_000_000, "w": 604_800_000_000}
+_UNITS_MONTHS = {"mo": 1, "q": 3, "y": 12}
+# Regular enough to name the frequency, few enough to cost nothing.
+_ROWS_TO_INFER_FROM = 10_000
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Series on one regular grid, one after another in flat arrays: series `i` is rows `offsets[i]:offsets[i + 1]`.
+
+    ids: S names, sorted.
+    ds: (R,) stamps: `datetime64[us]` in UTC without a zone, or `int64` where the table counts steps.
+    y: (R,) float64 as in the table; NaN where nothing was observed (a gap in the stamps, or a null or NaN in the table).
+    observed: (R,) bool.
+    offsets: (S + 1,) int64.
+    frequency: the step of the grid: a number and a unit out of ms, s, m, h, d, w, mo, q, y, or i for whole numbers ("1h", "15m", "1i").
+    """
+
+    ids: tuple[str, ...]
+    ds: NDArray[np.datetime64] | NDArray[np.int64]
+    y: NDArray[np.float64]
+    observed: NDArray[np.bool_]
+    offsets: NDArray[np.int64]
+    frequency: str
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """(S,) rows of each series, from its first observed stamp to its last."""
+        return np.diff(self.offsets)
+
+    def rows(self, series: int) -> slice:
+        """Where a series lies in the flat arrays."""
+        return slice(int(self.offsets[series]), int(self.offsets[series + 1]))
+
+    def future(self, series: int, steps: int) -> NDArray[np.datetime64] | NDArray[np.int64]:
+        """(steps,) stamps that follow the last one of a series."""
+        return continue_grid(self.ds[self.rows(series)][-1], self.frequency, steps)
+
+    def aligned(self) -> tuple[NDArray, NDArray[np.float64], NDArray[np.bool_]]:
+        """The series side by side on the grid from the earliest stamp to the latest.
+
+        Returns ds (T,), y (S, T) and observed (S, T); rows before a series begins and after it ends are NaN and not observed.
+        Raises UserError where two series share the frequency but not the grid (one on the hour, one on the half hour).
+        """
+        first, last = self.ds[self.offsets[:-1]], self.ds[self.offsets[1:] - 1]
+        start = int(np.argmin(first))
+        steps = int(_position(np.array([last.max()]), first[start], self.frequency)[0][0]) + 1
+        grid = np.concatenate([first[start : start + 1], continue_grid(first[start], self.frequency, steps - 1)])
+        where, fits = _position(first, first[start], self.frequency)
+        if not fits.all():
+            odd = int(np.flatnonzero(~fits)[0])
+            raise UserError(
+                f"series {self.ids[odd]!r} begins at {first[odd]}, off the {self.frequency} grid of series {self.ids[start]!r} "
+                f"({int((~fits).sum())} of {len(self)} series): run these series in a job of their own"
+            )
+        y = np.full((len(self), len(grid)), np.nan)
+        observed = np.zeros((len(self), len(grid)), dtype=bool)
+        for i, at in enumerate(where):
+            rows = self.rows(i)
+            at = int(at)
+            y[i, at : at + rows.stop - rows.start] = self.y[rows]
+            observed[i, at : at + rows.stop - rows.start] = self.observed[rows]
+        return grid, y, observed
+
+    def frame(self) -> pl.DataFrame:
+        """The long frame again (`unique_id, ds, y`), with a null `y` where nothing was observed."""
+        ids = pl.Series("unique_id", np.repeat(np.arange(len(self)), self.lengths)).replace_strict(
+            np.arange(len(self)), list(self.ids), return_dtype=pl.String
+        )
+        return pl.DataFrame({"unique_id": ids, "ds": self.ds, "y": pl.Series(self.y).fill_nan(None)})
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Pairs of look-back and horizon, cut from a panel with a stride; ordered by series, then by time.
+
+    A window never crosses from one series into the next. It may contain missing rows: `observed_x` and `observed_target` tell.
+    """
+
+    panel: Panel
+    look_back: int
+    horizon: int
+    start: NDArray[np.int64]
+    """(N,) row of the panel at which each window begins."""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    @property
+    def series(self) -> NDArray[np.int64]:
+        """(N,) index into `panel.ids`."""
+        return np.searchsorted(self.panel.offsets, self.start, side="right") - 1
+
+    @property
+    def origin(self) -> NDArray[np.datetime64] | NDArray[np.int64]:
+        """(N,) stamp of the last look-back row: what was known when the forecast is made."""
+        return self.panel.ds[self.start + self.look_back - 1]
+
+    @property
+    def x(self) -> NDArray[np.float64]:
+        """(N, look_back) read-only; a view where the windows lie at one stride (a single series), else a copy."""
+        return self._take(self.panel.y, slice(None))[:, : self.look_back]
+
+    @property
+    def target(self) -> NDArray[np.float64]:
+        """(N, horizon), as `x`."""
+        return self._take(self.panel.y, slice(None))[:, self.look_back :]
+
+    @property
+    def observed_x(self) -> NDArray[np.bool_]:
+        """(N, look_back), as `x`."""
+        return self._take(self.panel.observed, slice(None))[:, : self.look_back]
+
+    @property
+    def observed_target(self) -> NDArray[np.bool_]:
+        """(N, horizon), as `x`."""
+        return self._take(self.panel.observed, slice(None))[:, self.look_back :]
+
+    def take(self, which: NDArray[np.int64] | slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """A batch: x (n, look_back) and target (n, horizon) of the windows `which`. A slice of neighbours is not copied."""
+        both = self._take(self.panel.y, which)
+        return both[:, : self.look_back], both[:, self.look_back :]
+
+    def batches(self, size: int) -> Iterator[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """All windows in order, `size` at a time."""
+        for first in range(0, len(self), size):
+            yield self.take(slice(first, first + size))
+
+    def _take(self, flat: NDArray, which: NDArray[np.int64] | slice) -> NDArray:
+        span = sliding_window_view(flat, self.look_back + self.horizon)
+        start = self.start[which]
+        if len(start) == 0:
+            return np.empty((0, span.shape[1]), dtype=flat.dtype)
+        # Windows at one stride are a slice of the sliding view; others have to be gathered.
+        step = int(start[1] - start[0]) if len(start) > 1 else 1
+        if step > 0 and start[-1] - start[0] == step * (len(start) - 1) and (np.diff(start) == step).all():
+            return span[start[0] : start[-1] + 1 : step]
+        return span[start]
+
+
+def panel(
+    frame: pl.DataFrame,
+    *,
+    frequency: str | None = None,
+    id_column: str | None = "unique_id",
+    time_column: str = "ds",
+    target_column: str = "y",
+    source: str = "the table",
+) -> Panel:
+    """A long frame on the regular grid of `frequency` (inferred where None: the most common step of the longest series).
+
+    Rows may come in any order. Stamps are dates, datetimes (with a zone: taken to UTC), ISO strings, or whole numbers that count steps.
+    `id_column=None` takes the whole table as one series named by its target column. A null or NaN target is a missing row.
+    Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a null id or stamp, an infinite target, two
+    rows for one stamp, a frequency that does not fit. `source` is what messages call the table.
+    """
+    rows = _sorted_rows(frame, id_column, time_column, target_column, source)
+    return _grid(_merge([rows]), frequency, source)
+
+
+def read_panel(
+    uris: Sequence[str],
+    *,
+    frequency: str | None = None,
+    id_column: str | None = "unique_id",
+    time_column: str = "ds",
+    target_column: str = "y",
+    executor: Executor = "local",
+) -> Panel:
+    """The panel of many tables (files, partitions), each read once, in this process or in a Ray task of its own.
+
+    A series may lie in several tables. Both executors give equal numbers. With "ray", a running cluster is used (`ray_cluster` starts one).
+    Raises UserError as `panel` does, and where `uris` is empty.
+    """
+    if not uris:
+        raise UserError("no table to read: name at least one file")
+    columns = (id_column, time_column, target_column)
+    if executor == "local":
+        parts = [_read_rows(uri, *columns) for uri in uris]
+    elif executor == "ray":
+        import ray
+
+        # One worker is one core: polars would otherwise start as many threads in each worker as the machine has cores.
+        task = ray.remote(num_cpus=1, runtime_env={"env_vars": {"POLARS_MAX_THREADS": "1"}})(_read_rows)
+        try:
+            parts = ray.get([task.remote(uri, *columns) for uri in uris])
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, UserError):
+                raise UserError(str(error.cause)) from None
+            raise
+    else:
+        raise UserError(f"unknown executor {executor!r}: use 'local' or 'ray'")
+    source = uris[0] if len(uris) == 1 else f"the {len(uris)} tables from {uris[0]} to {uris[-1]}"
+    return _grid(_merge(parts), frequency, source)
+
+
+def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> Windows:
+    """Every window of `look_back` rows and the `horizon` rows after them; within each series one every `stride` rows, from its first.
+
+    Raises UserError where no series is long enough for one window.
+    """
+    for name, value in (("look-back", look_back), ("horizon", horizon), ("stride", stride)):
+        if value < 1:
+            raise UserError(f"{name} is {value}: it must be at least 1")
+    counts = np.maximum(0, (panel.lengths - look_back - horizon) // stride + 1)
+    total = int(counts.sum())
+    if total == 0:
+        longest = int(np.argmax(panel.lengths))
+        raise UserError(
+            f"no series is long enough: a window takes look-back {look_back} + horizon {horizon} = {look_back + horizon} rows, the longest "
+            f"series, {panel.ids[longest]!r}, has {int(panel.lengths[longest])}: shorten the look-back or the horizon"
+        )
+    nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Windows(panel, look_back, horizon, np.repeat(panel.offsets[:-1], counts) + nth * stride)
+
+
+def ray_cluster(workers: int | None = None) -> None:
+    """Starts a local Ray cluster of `workers` cores (all where None) unless this process is in one already.
+
+    Local means local: on the loopback address, without dashboard, usage reports or a token file in the home folder. A cluster named by
+    RAY_ADDRESS is joined as it is, with its own authentication.
+    """
+    import ray
+
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False)
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Without it Ray replaces the loopback address by the one of the network card.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+
+
+def continue_grid(stamp: np.datetime64 | np.int64, frequency: str, steps: int) -> NDArray:
+    """(steps,) stamps of the grid that follow `stamp`: `datetime64[us]`, or `int64` for whole numbers.
+
+    Months keep the day and the time; a stamp on the last day of its month stays on last days.
+    """
+    count, unit = parse_frequency(frequency)
+    ahead = np.arange(1, steps + 1)
+    if unit == "i":
+        return np.int64(stamp) + ahead * count
+    stamp = np.datetime64(stamp, "us")
+    if unit in _UNITS_US:
+        return stamp + ahead * np.timedelta64(count * _UNITS_US[unit], "us")
+    month = stamp.astype("datetime64[M]")
+    into = stamp - month.astype("datetime64[us]")
+    months = month + ahead * count * _UNITS_MONTHS[unit]
+    if _to_month_end(np.array([stamp]))[0] < np.timedelta64(1, "D"):
+        last_day = (months + 1).astype("datetime64[D]") - 1
+        return last_day.astype("datetime64[us]") + into % np.timedelta64(_UNITS_US["d"], "us")
+    return months.astype("datetime64[us]") + into
+
+
+def parse_frequency(frequency: str) -> tuple[int, str]:
+    """("15m") -> (15, "m"). Raises UserError for anything that is not a whole positive number and a known unit."""
+    match = re.fullmatch(r"(\d*)(ms|s|m|h|d|w|mo|q|y|i)", frequency.strip())
+    if not match or match[1] == "0" * len(match[1]) and match[1]:
+        raise UserError(
+            f"unknown frequency {frequency!r}: write a number and a unit, as 15m, 1h, 1d, 1w, 1mo, 1q or 1y (m is minutes, mo is months), "
+            "or 1i where the time column counts steps"
+        )
+    return int(match[1] or 1), match[2]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows of one table, sorted by id and stamp: run lengths for the ids, flat arrays for the rest."""
+
+    ids: tuple[str, ...]
+    lengths: NDArray[np.int64]
+    ds: NDArray
+    y: NDArray[np.float64]
+
+
+def _read_rows(uri: str, id_column: str | None, time_column: str, target_column: str) -> _Rows:
+    from connectors import tables
+
+    return _sorted_rows(tables.read(uri), id_column, time_column, target_column, uri)
+
+
+def _sorted_rows(
+    frame: pl.DataFrame, id_column: str | None, time_column: str, target_column: str, source: str
+) -> _Rows:
+    missing = [c for c in (id_column, time_column, target_column) if c is not None and c not in frame.columns]
+    if missing:
+        raise UserError(
+            f"{source} has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, frame.columns[:20]))}: "
+            "name the columns for id, time and target"
+        )
+    if frame.height == 0:
+        raise UserError(f"{source} holds no rows: nothing to forecast")
+    if not frame.schema[target_column].is_numeric():
+        raise UserError(f"column {target_column!r} of {source} is {frame.schema[target_column]}, not a number: name another target")
+    ids = pl.lit(target_column) if id_column is None else pl.col(id_column).cast(pl.String)
+    rows = frame.select(
+        ids.alias("unique_id"),
+        _stamps(frame.get_column(time_column), source).alias("ds"),
+        pl.col(target_column).cast(pl.Float64).fill_null(float("nan")).alias("y"),
+    )
+    for name, column in (("unique_id", id_column), ("ds", time_column)):
+        if empty := rows.get_column(name).null_count():
+            raise UserError(f"{empty} of {rows.height} rows of {source} have no value in column {column!r}: fill or drop them")
+    infinite = rows.filter(pl.col("y").is_infinite())
+    if infinite.height:
+        where = infinite.row(0, named=True)
+        raise UserError(
+            f"series {where['unique_id']!r} at {where['ds']} has the target {where['y']} ({infinite.height} such rows in {source}): "
+            "leave the value empty where nothing was observed"
+        )
+    rows = rows.sort("unique_id", "ds", maintain_order=True)
+    runs = rows.select(pl.col("unique_id").rle().struct.unnest())
+    return _Rows(
+        ids=tuple(runs.get_column("value").to_list()),
+        lengths=runs.get_column("len").to_numpy().astype(np.int64),
+        ds=rows.get_column("ds").to_numpy(),
+        y=rows.get_column("y").to_numpy(),
+    )
+
+
+def _stamps(column: pl.Series, source: str) -> pl.Series:
+    """Whole numbers stay; dates, datetimes and ISO strings become datetimes in microseconds, in UTC, without a zone."""
+    dtype = column.dtype
+    if dtype.is_integer():
+        return column.cast(pl.Int64)
+    if dtype == pl.String:
+        try:
+            parsed = column.str.to_datetime(strict=False, time_unit="us")
+        except pl.exceptions.ComputeError:  # not one of the values looks like a stamp
+            parsed = pl.Series(column.name, [None] * len(column), dtype=pl.Datetime("us"))
+        bad = column.filter(parsed.is_null() & column.is_not_null())
+        if len(bad):
+            raise UserError(
+                f"column {column.name!r} of {source} holds {bad[0]!r}, not a time stamp ({len(bad)} of {len(column)} rows): "
+                "write stamps as 2026-01-31 or 2026-01-31 18:00:00"
+            )
+        column = parsed
+        dtype = column.dtype
+    if isinstance(dtype, pl.Datetime):
+        if dtype.time_zone is not None:
+            column = column.dt.convert_time_zone("UTC").dt.replace_time_zone(None)
+        return column.cast(pl.Datetime("us"))
+    if dtype == pl.Date:
+        return column.cast(pl.Datetime("us"))
+    raise UserError(f"column {column.name!r} of {source} is {dtype}, not a date, a datetime or a whole number: name another time column")
+
+
+def _merge(parts: Sequence[_Rows]) -> _Rows:
+    """The rows of all tables as if they had been one, sorted by id and stamp."""
+    kinds = {part.ds.dtype for part in parts}
+    if len(kinds) > 1:
+        raise UserError("some of the tables count steps in the time column and some hold dates: run them apart")
+    if len(parts) == 1:
+        return parts[0]
+    ds, y = np.concatenate([p.ds for p in parts]), np.concatenate([p.y for p in parts])
+    names = [name for part in parts for name in part.ids]
+    lengths = np.concatenate([p.lengths for p in parts])
+    if all(a < b for a, b in zip(names, names[1:], strict=False)):
+        return _Rows(tuple(names), lengths, ds, y)
+    ids, rank = np.unique(np.array(names, dtype=object), return_inverse=True)
+    by_row = np.repeat(rank, lengths)
+    order = np.lexsort((ds, by_row))
+    return _Rows(tuple(ids), np.bincount(by_row, minlength=len(ids)), ds[order], y[order])
+
+
+def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
+    offsets = np.concatenate([[0], np.cumsum(rows.lengths)])
+    owner = np.repeat(np.arange(len(rows.ids)), rows.lengths)
+    same = owner[1:] == owner[:-1]
+    _refuse_duplicates(rows, owner, same, source)
+    if frequency is None:
+        frequency = _infer_frequency(rows, offsets, source)
+    count, unit = parse_frequency(frequency)
+    integer = rows.ds.dtype.kind == "i"
+    if integer != (unit == "i"):
+        what, remedy = ("whole numbers", "1i") if integer else ("dates", "1h or 1d")
+        raise UserError(f"frequency {frequency!r} does not fit: the time column of {source} holds {what}: write a frequency like {remedy}")
+    frequency = f"{count}{unit}"
+    # Common case first: every step within every series is the frequency, so the rows are the grid.
+    exact = count if unit == "i" else count * _UNITS_US.get(unit, 0)
+    if exact:
+        steps = np.diff(rows.ds.astype(np.int64))
+        if (steps[same] == exact).all():
+            return _panel(rows.ids, rows.ds, rows.y, offsets, frequency)
+    first = np.repeat(rows.ds[offsets[:-1]], rows.lengths)
+    at, fits = _position(rows.ds, first, frequency)
+    if not fits.all():
+        off = np.flatnonzero(~fits)
+        i = int(off[0])
+        raise UserError(
+            f"frequency {frequency} does not fit: series {rows.ids[owner[i]]!r} has a row at {_text(rows.ds[i])}, off the grid that begins "
+            f"at {_text(first[i])} ({len(off)} of {len(rows.ds)} rows of {source}): state the right frequency, or round or drop those rows"
+        )
+    lengths = at[offsets[1:] - 1] + 1
+    if lengths.sum() > 100 * len(rows.ds) + 1_000_000:
+        widest = int(np.argmax(lengths))
+        raise UserError(
+            f"frequency {frequency} would make {int(lengths.sum())} rows of the {len(rows.ds)} in {source}: series {rows.ids[widest]!r} alone "
+            f"spans {int(lengths[widest])} steps: state a longer frequency or drop the stray stamps"
+        )
+    grid_offsets = np.concatenate([[0], np.cumsum(lengths)])
+    where = np.repeat(grid_offsets[:-1], rows.lengths) + at
+    y = np.full(int(lengths.sum()), np.nan)
+    y[where] = rows.y
+    ds = np.empty(len(y), dtype=rows.ds.dtype)
+    for i in range(len(rows.ids)):
+        start = rows.ds[offsets[i]]
+        ds[grid_offsets[i]] = start
+        ds[grid_offsets[i] + 1 : grid_offsets[i + 1]] = continue_grid(start, frequency, int(lengths[i]) - 1)
+    # The stamps of the table itself: for month ends they may be months' last days where the first stamp's day also exists.
+    ds[where] = rows.ds
+    return _panel(rows.ids, ds, y, grid_offsets, frequency)
+
+
+def _panel(ids: tuple[str, ...], ds: NDArray, y: NDArray[np.float64], offsets: NDArray, frequency: str) -> Panel:
+    return Panel(ids, ds, y, ~np.isnan(y), offsets.astype(np.int64), frequency)
+
+
+def _refuse_duplicates(rows: _Rows, owner: NDArray, same: NDArray[np.bool_], source: str) -> None:
+    twice = np.flatnonzero(same & (rows.ds[1:] == rows.ds[:-1]))
+    if len(twice):
+        i = int(twice[0])
+        raise UserError(
+            f"series {rows.ids[owner[i]]!r} has two rows at {_text(rows.ds[i])} ({len(twice)} such rows in {source}): "
+            "keep one row for each id and stamp, or name the id column if there are several series"
+        )
+
+
+def _infer_frequency(rows: _Rows, offsets: NDArray, source: str) -> str:
+    longest = int(np.argmax(rows.lengths))
+    ds = rows.ds[offsets[longest] : offsets[longest + 1]][:_ROWS_TO_INFER_FROM]
+    if len(ds) < 2:
+        raise UserError(f"every series in {source} has a single row: state the frequency")
+    values, counts = np.unique(np.diff(ds.astype(np.int64)), return_counts=True)
+    step = int(values[np.argmax(counts)])
+    if rows.ds.dtype.kind == "i":
+        return f"{step}i"
+    day = _UNITS_US["d"]
+    for months, unit, low, high in ((1, "mo", 28, 31), (3, "q", 90, 92), (12, "y", 365, 366)):
+        # A month has no fixed length; four weeks have. They are told apart by whether all stamps fit the calendar.
+        if low * day <= step <= high * day and _position(ds, ds[0], f"{months}mo")[1].all():
+            return f"1{unit}"
+    for unit in ("w", "d", "h", "m", "s", "ms"):
+        if step % _UNITS_US[unit] == 0:
+            return f"{step // _UNITS_US[unit]}{unit}"
+    raise UserError(f"series {rows.ids[longest]!r} in {source} moves in steps of {step} microseconds: the shortest frequency is 1ms")
+
+
+def _position(ds: NDArray, first: NDArray | np.generic, frequency: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Steps of `frequency` from `first` to each stamp (rounded down), and whether the stamp lies on that grid."""
+    count, unit = parse_frequency(frequency)
+    if unit in _UNITS_US or unit == "i":
+        step = count * _UNITS_US.get(unit, 1)
+        distance = ds.astype(np.int64) - np.asarray(first).astype(np.int64)
+        return distance // step, distance % step == 0
+    step = count * _UNITS_MONTHS[unit]
+    first = np.broadcast_to(np.asarray(first, dtype="datetime64[us]"), ds.shape)
+    distance = (ds.astype("datetime64[M]") - first.astype("datetime64[M]")).astype(np.int64)
+    into, into_first = (x - x.astype("datetime64[M]").astype("datetime64[us]") for x in (ds, first))
+    day = np.timedelta64(_UNITS_US["d"], "us")
+    last_days = (_to_month_end(ds) < np.timedelta64(1, "D")) & (_to_month_end(first) < np.timedelta64(1, "D"))
+    fits = (into == into_first) | (last_days & (into % day == into_first % day))
+    return distance // step, fits & (distance % step == 0)
+
+
+def _to_month_end(ds: NDArray) -> NDArray[np.timedelta64]:
+    """From the day of each stamp to the last day of its month."""
+    last_day = (ds.astype("datetime64[M]") + 1).astype("datetime64[D]") - 1
+    return last_day - ds.astype("datetime64[D]")
+
+
+def _text(stamp: np.generic) -> str:
+    return str(stamp.astype("datetime64[s]")).replace("T", " ") if stamp.dtype.kind == "M" else str(stamp)

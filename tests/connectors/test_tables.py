@@ -1,0 +1,83 @@
+import gzip
+from datetime import datetime
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from connectors import tables
+from connectors.errors import UserError
+
+FRAME = pl.DataFrame(
+    {"unique_id": ["a", "a", "b"], "ds": [datetime(2024, 1, 1, h) for h in (0, 1, 0)], "y": [1.0, 2.5, None]}
+)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.parquet"])
+def test_what_is_written_is_read_again(tmp_path: Path, name: str) -> None:
+    tables.write(FRAME, tmp_path / name)
+    assert tables.read(tmp_path / name).equals(FRAME)
+    assert [p.name for p in tmp_path.iterdir()] == [name], "no temporary file stays"
+
+
+def test_gzip_is_really_gzip(tmp_path: Path) -> None:
+    tables.write(FRAME, tmp_path / "t.csv.gz")
+    assert gzip.decompress((tmp_path / "t.csv.gz").read_bytes()).startswith(b"unique_id,ds,y\n")
+
+
+def test_folder_and_glob_of_parquet(tmp_path: Path) -> None:
+    tables.write(FRAME.head(2), tmp_path / "part-0.parquet")
+    tables.write(FRAME.tail(1), tmp_path / "part-1.parquet")
+    assert tables.read(tmp_path).equals(FRAME)
+    assert tables.read(str(tmp_path / "part-*.parquet")).equals(FRAME)
+
+
+def test_columns_are_renamed_and_a_shadowed_one_gives_way(tmp_path: Path) -> None:
+    frame = pl.DataFrame({"date": ["2024-01-01 00:00:00"], "OT": [3.0], "y": [9.0]})
+    tables.write(frame, tmp_path / "t.csv")
+    read = tables.read(tmp_path / "t.csv", {"ds": "date", "y": "OT"})
+    assert read["y"].to_list() == [3.0] and read["ds"].dtype == pl.Datetime
+
+
+def test_a_failed_write_leaves_the_old_table(tmp_path: Path) -> None:
+    tables.write(FRAME, tmp_path / "t.csv")
+    nested = pl.DataFrame({"x": [[1, 2]]})  # CSV cannot hold lists
+    with pytest.raises(pl.exceptions.ComputeError):
+        tables.write(nested, tmp_path / "t.csv")
+    assert tables.read(tmp_path / "t.csv").equals(FRAME)
+    assert [p.name for p in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_integers_then_decimals_in_one_column(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("y\n" + "1\n" * 500 + "1.5\n")
+    assert tables.read(tmp_path / "t.csv")["y"].dtype == pl.Float64
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: None, "does not exist"),
+        (lambda p: p.write_text(""), "is empty"),
+        (lambda p: p.write_text("unique_id,ds\n"), "no column 'y'; it has 'unique_id', 'ds'"),
+        (lambda p: p.write_text("unique_id,ds,y\n"), "has no rows"),
+    ],
+)
+def test_mistakes_are_one_clear_line(tmp_path: Path, make, message: str) -> None:
+    make(tmp_path / "t.csv")
+    with pytest.raises(UserError, match=message) as caught:
+        tables.read(tmp_path / "t.csv", required=("unique_id", "ds", "y"))
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_forms_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.xlsx").write_text("x")
+    with pytest.raises(UserError, match="cannot tell the form"):
+        tables.read(tmp_path / "t.xlsx")
+    with pytest.raises(UserError, match="cannot write"):
+        tables.write(FRAME, tmp_path / "t.xlsx")
+    with pytest.raises(UserError, match="folder .* does not exist"):
+        tables.write(FRAME, tmp_path / "nowhere" / "t.csv")
+    with pytest.raises(UserError, match="cannot read"):
+        tables.read("postgresql://127.0.0.1:1/db#t")
+    with pytest.raises(UserError, match="name the table"):
+        tables.read("postgresql://127.0.0.1:1/db")

@@ -1,0 +1,108 @@
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from connectors.errors import UserError
+from connectors.streams import open_source
+from connectors.streams.base import Record, parse_time
+from pipelines.streaming.event_time import Clock, EventTime, Frequency, Row, parse_duration
+
+MINUTE = 60_000_000
+SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
+CASE = SHARED / "cases/series/09_late_stream/events.jsonl"
+START = parse_time("2024-05-01")
+
+
+def event(minute: float, y: float = 1.0, event_id: str | None = None) -> Record:
+    return Record("s", START + round(minute * MINUTE), y, event_id, "p", 0)
+
+
+def run(events: list[Record], **policy) -> tuple[list[str], list[Row], Clock]:
+    clock, out = Clock(), []
+    rules = EventTime(Frequency.parse("1m"), **policy)
+    verdicts = []
+    for e in events:
+        verdicts.append(clock.feed(e, rules, out))
+        clock = Clock.load(json.loads(json.dumps(clock.dump())))  # state is JSON at any moment
+    return verdicts, out, clock
+
+
+def minutes(rows: list[Row]) -> list[float]:
+    return [(row.ds - START) / MINUTE for row in rows]
+
+
+def test_out_of_order_within_grace_is_put_in_its_place() -> None:
+    verdicts, rows, clock = run([event(m) for m in (0, 1, 3, 2, 4, 5)], grace=2 * MINUTE)
+    assert verdicts == ["accepted"] * 6 and minutes(rows) == [0, 1, 2, 3]
+    clock.flush("s", EventTime(Frequency.parse("1m")), rows)
+    assert minutes(rows) == [0, 1, 2, 3, 4, 5]
+
+
+def test_late_means_its_place_has_passed() -> None:
+    verdicts, rows, _ = run([event(m) for m in (0, 1, 5, 2)])
+    assert verdicts[-1] == "late" and minutes(rows) == [0, 1, 5] and rows[-1].gap == 3
+
+
+def test_repeats_and_contradictions() -> None:
+    a, b = event(0, 1.0, "a"), event(1, 2.0, "b")
+    assert run([a, b, b, a])[0][2:] == ["duplicate", "duplicate"]
+    assert run([a, b, event(1, 9.0, "b")])[0][2] == "conflict"
+    assert run([a, b, event(1, 9.0, "c")])[0][2] == "conflict"
+    assert run([a, b, event(2, 2.0, "b")])[0][2] == "conflict", "one event id, two times"
+    assert run([event(0, math.nan), event(0, math.nan)])[0] == ["missing", "duplicate"]
+    _, rows, _ = run([a, b, event(1, 9.0, "b"), event(3)], grace=MINUTE, conflict="last")
+    assert [row.y for row in rows] == [1.0, 9.0]
+
+
+def test_one_far_future_event_does_not_move_the_clock_but_many_do() -> None:
+    far = 60 * 24 * 365
+    assert run([event(0), event(far), event(1)])[0] == ["accepted", "quarantined", "accepted"]
+    verdicts, rows, _ = run([event(0)] + [event(far + n) for n in range(12)])
+    assert verdicts == ["accepted"] + ["quarantined"] * 9 + ["accepted"] * 3
+    assert minutes(rows)[1:] == [far + 9, far + 10, far + 11]
+
+
+def test_off_grid_is_refused() -> None:
+    assert run([event(0), event(1.5)])[0] == ["accepted", "off_grid"]
+
+
+def test_frequencies() -> None:
+    month = Frequency.parse("1mo")
+    jan, feb, mar = (parse_time(f"2024-{d}") for d in ("01-31", "02-29", "03-31"))
+    assert month.after(np.array([jan]), np.array([1, 2])).tolist() == [feb, mar]
+    assert month.between(jan, mar) == 2 and month.between(feb, mar) == 1
+    assert month.between(jan, parse_time("2024-03-30")) is None
+    assert Frequency.parse("15m").after(np.array([[START]]), np.array([1, 4])).tolist() == [
+        [START + 15 * MINUTE, START + 60 * MINUTE]
+    ]
+    assert parse_duration("5m") == 5 * MINUTE
+    for bad in ("", "x", "0h", "5"):
+        with pytest.raises(UserError):
+            Frequency.parse(bad)
+    with pytest.raises(UserError):
+        parse_duration("soon")
+    with pytest.raises(UserError):
+        EventTime(month, conflict="first")
+
+
+def test_case_late_stream() -> None:
+    if not CASE.exists():
+        assert os.environ.get("TETHYS_REQUIRE_DATA") != "1", f"{CASE} is missing"
+        pytest.skip("shared case 09_late_stream is absent")
+    batch = open_source(str(CASE)).poll(1000, 0)
+    assert len(batch) == 65
+    assert [(d.reason, d.offset) for d in batch.dead] == [("malformed", 65)]
+    policy, clock, rows = EventTime(Frequency.parse("1m"), grace=parse_duration("5m")), Clock(), []
+    verdicts = Counter(clock.feed(r, policy, rows) for r in batch.records)
+    assert verdicts == {"accepted": 59, "missing": 1, "late": 1, "duplicate": 1, "conflict": 1, "quarantined": 1}
+    clock.flush("sensor/1", policy, rows)
+    times = [row.ds for row in rows]
+    assert times == sorted(set(times)) and len(rows) == 60
+    place = minutes(rows)
+    assert 20 in place and 30 not in place and 60 in place
+    assert rows[place.index(39)].y == 11.066 and math.isnan(rows[-1].y)
