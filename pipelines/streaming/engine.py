@@ -80,6 +80,8 @@ class Outcome:
     dead: pl.DataFrame
     learnt: list[Row]
     counters: Counter[str]
+    mean_surprise: float
+    """Over the values of the batch that could be judged; NaN when there are none."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,9 @@ class Engine:
         forecasts = pl.concat([self._forecasts(one) for one in rounds] or [self._forecasts(self._nothing())])
         alarms = pl.concat([self._alarms(one) for one in rounds] or [self._alarms(self._nothing())])
         counters["alarms"] += alarms.height
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters)
+        counters["forecasts"] += forecasts.height
+        surprise = torch.cat([one.verdict.surprise for one in rounds] or [torch.empty(0)]).nanmean().item()
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise)
 
     def _feed(self, arrivals: Arrivals, rows: list[Row]) -> Iterable[tuple[Record, str]]:
         slots, policy = self.slots, self.policy
@@ -304,5 +308,7 @@ def _number(name: str, values: np.ndarray) -> pl.Series:
 
 
 def _refused(record: Record, verdict: str) -> DeadLetter:
-    raw = json.dumps({"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True)
+    raw = json.dumps(
+        {"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True
+    )
     return DeadLetter(verdict, "", record.partition, record.offset, raw)

@@ -3,6 +3,8 @@ import os
 from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import polars as pl
@@ -13,6 +15,7 @@ from connectors.checkpoints import CheckpointError, CheckpointStore
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Record
+from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows, unpack_arrivals
@@ -279,8 +282,8 @@ def test_a_stop_is_graceful(tmp_path: Path) -> None:
     stop = Stop()
     counts = []
 
-    def report(counters: Counter, streams: int) -> None:
-        counts.append(counters["received"])
+    def report(step: Step) -> None:
+        counts.append(step.counters["received"])
         if len(counts) == 3:
             stop.set()
 
@@ -304,3 +307,23 @@ def test_nothing_learns_through_autograd(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "c.db")
     Engine(model, EventTime(Frequency.parse("1m")), store).step(Arrivals([Record("a", START, 1.0, None, "p", 0)]), 1)
     assert seen == [True]
+
+
+def test_metrics_and_health(tmp_path: Path) -> None:
+    source = events(tmp_path / "e.ndjson", 3, 200)
+    pages: dict[str, str] = {}
+    with Dials(port=0) as dials:
+        with pytest.raises(HTTPError, match="503"):
+            urlopen(f"{dials.address}/readyz")
+
+        def report(step: Step) -> None:
+            dials(step)
+            pages.update({p: urlopen(dials.address + p).read().decode() for p in ("/metrics", "/healthz", "/readyz")})
+
+        summary = run(source, tmp_path / "a", batch_rows=20, report=report)
+    assert pages["/healthz"] == "alive\n" and pages["/readyz"] == "ready\n"
+    metrics = dict(line.rsplit(" ", 1) for line in pages["/metrics"].splitlines() if not line.startswith("#"))
+    counters = summary.counters
+    assert float(metrics['tethys_events_total{verdict="accepted"}']) == counters["accepted"]
+    assert float(metrics["tethys_coverage"]) == pytest.approx(counters["covered"] / counters["judged"])
+    assert float(metrics["tethys_step_seconds_count"]) == 10
