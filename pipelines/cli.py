@@ -188,13 +188,20 @@ def forecast(
 
 @app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
-    source: Annotated[str, typer.Argument(help="Rows to read: a .csv or .ndjson file.")],
+    source: Annotated[str, typer.Argument(help="Rows to read: a .csv or .ndjson file, - for standard input, or kafka://HOST:PORT/TOPIC.")],
     checkpoint: Annotated[
         Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")
     ] = Path("runs/stream.db"),
     output: Annotated[
-        str, typer.Option(help="NDJSON file that the forecasts are appended to.")
+        str, typer.Option(help="NDJSON file that the forecasts are appended to, or kafka://HOST:PORT/TOPIC.")
     ] = "runs/forecasts.ndjson",
+    history: Annotated[
+        str | None, typer.Option(help="Table that every memory reads before the first row, when the checkpoint is new.")
+    ] = None,
+    follow: Annotated[bool, typer.Option(help="Wait for new rows at the end of a file.")] = False,
+    grace: Annotated[str, typer.Option(help="How long to wait for rows that come late: 0s, 5m, 1h ...")] = "0s",
+    max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many rows.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this loopback port.")] = None,
     id_column: IdColumn = "unique_id",
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
@@ -216,6 +223,12 @@ def stream(
         model_name=model_name,
         version=version,
         tracking_uri=tracking_uri,
+        follow=follow,
+        grace=grace,
+        max_events=max_events,
+        progress=sys.stderr.isatty(),
+        metrics_port=metrics_port,
+        history=history,
     )
     _show(result, as_json)
 
