@@ -137,7 +137,7 @@ class Slots:
                 self._since.move_to_end(name, last=False)
             found = spilled or self._store.read(name)
             if found is not None and found[0] < batch:
-                clock, row = _open(found[1])
+                clock, row = open_snapshot(found[1])
                 known.append(self._slot[name])
                 rows.append(row)
             else:
@@ -229,6 +229,7 @@ def _close(clock: Clock, row: bytes) -> bytes:
     return len(text).to_bytes(4, "little") + text + row
 
 
-def _open(data: bytes) -> tuple[Clock, bytes]:
+def open_snapshot(data: bytes) -> tuple[Clock, bytes]:
+    """The clock of a snapshot and the row of its state."""
     end = 4 + int.from_bytes(data[:4], "little")
     return Clock.load(json.loads(data[4:end])), data[end:]

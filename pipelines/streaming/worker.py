@@ -222,6 +222,8 @@ def work(
     sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
         sink.resume(progress.receipts.get(name))
+    if not progress.receipts:
+        store.begin({name: sink.flush() for name, sink in sinks.items()})
     if past is not None and not progress.done and not progress.positions:
         engine.seed(*past)
     pending = engine.restore()
@@ -250,8 +252,8 @@ def work(
         dead_letters.write(outcome.dead)
         receipts = {name: sink.flush() for name, sink in sinks.items()}
         now = time.time()
-        latencies.extend(1e3 * (now - then) for then in sent)
-        latency = 1e3 * (now - sent[0]) if sent else 0.0
+        waited = [1e3 * (now - then) for then in sent]
+        latencies.extend(waited)
         counters.update(outcome.counters)
         following = intake.take(batch + 1, 0.0)
         sent = intake.sent
@@ -268,8 +270,8 @@ def work(
         engine.slots.committed(snapshots)
         source.commit(source.positions())
         if report is not None:
-            surprise = outcome.mean_surprise
-            report(Step(counters, len(engine.slots), latency, surprise, source.lag(), store.bytes_written))
+            surprise, written = outcome.mean_surprise, store.bytes_written
+            report(Step(counters, len(engine.slots), waited, surprise, source.lag(), written))
         arrivals, batch, batches = following, batch + 1, batches + 1
     final = engine.slots.snapshots(batch - 1, share=1)
     store.settle(final)
