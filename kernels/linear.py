@@ -190,7 +190,9 @@ def linear_stale(
         target = torch.cat([at_anchor, V[1:]])
     E, starts, end = _run(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
     d = K.shape[-1]
-    anchors = torch.cat([first.flatten(0, 1).unsqueeze(0), starts[1:, ..., :d]])
+    anchors = first.flatten(0, 1).unsqueeze(0)
+    if len(starts) > 1:
+        anchors = torch.cat([anchors, starts[1:, ..., :d]])
     Y = Q @ anchors.mT if read == "anchor" else _read(Q, K, E, starts, block if read == "after" else block.before())
     W, S = end.view(B, H, *end.shape[-2:]).split(d, -1)
     new = StaleState(
@@ -207,7 +209,12 @@ def linear_stale(
 
 def opening(phase: Tensor, W: Tensor, anchor: Tensor) -> Tensor:
     """The anchor of the first chunk of a call: W where the stream opens a chunk, else the one it carries. W (B, H, out, in)."""
-    return torch.where((phase == 0).view(-1, 1, 1, 1), W, anchor)
+    opens = phase == 0
+    if not opens.any():
+        return anchor
+    if opens.all():
+        return W
+    return torch.where(opens.view(-1, 1, 1, 1), W, anchor)
 
 
 def closing(grid: Grid, anchors: Tensor, carried: Tensor) -> Tensor:

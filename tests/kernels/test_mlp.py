@@ -84,7 +84,25 @@ def test_any_split_of_calls_is_one_call(case: Case) -> None:  # T6
     close(state.values, end.values)
 
 
-@settings(max_examples=15)
+@pytest.mark.parametrize("form", list(DEEP))
+@pytest.mark.parametrize("lags", [1, 3])
+def test_token_by_token_is_one_call(form: str, lags: int) -> None:  # T6, the direct step of a live stream
+    case = fixed_case(form, T=9, chunk=4, B=2, lags=lags)
+    for hybrid in {False, lags == 1 and not case.network.norm}:
+        options = {"chunk": 4, "network": case.network, "affine": case.affine, "exact_last": hybrid}
+        for init in (case.init, None):
+            whole, end = deep(*case.tokens, case.deep_state(), init=init, gamma=case.gamma, **options)
+            state, pieces = case.deep_state(), []
+            for t in range(case.T):
+                gamma = None if case.gamma is None else case.gamma[:, :, t : t + 1]
+                y, state = deep(*(x[:, :, t : t + 1] for x in case.tokens), state, init=init, gamma=gamma, **options)
+                pieces.append(y)
+            close(torch.cat(pieces, 2), whole)
+            assert_same_state(state, end)  # type: ignore[arg-type]
+            close(state.keys, end.keys)
+
+
+@settings(max_examples=10)
 @given(cases(max_T=12), st.integers(0, 2**16), st.lists(st.integers(0, 63), min_size=3, max_size=3))
 def test_streams_write_or_not_and_stand_anywhere_in_their_chunks(case: Case, seed: int, phases: list[int]) -> None:  # T12
     B = case.q.shape[0]
