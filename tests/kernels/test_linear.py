@@ -196,6 +196,38 @@ def test_gradients_of_both_forms() -> None:  # T13
     assert torch.autograd.gradcheck(stale, leaves(case))
 
 
+@pytest.mark.parametrize("loss", ["l2", "dot"])
+def test_gradients_under_an_omega_window_with_gaps_and_by_row(loss: str) -> None:  # T13
+    case = fixed_case(T=5, chunk=2, B=1, H=1, d=3, lags=3)
+    assert case.gamma is not None
+    gaps = torch.tensor([[True, False, True, True, False]])
+    alpha = torch.sigmoid(case.v)
+
+    def omega(*x: Tensor) -> Tensor:
+        return linear_stale(*x[:6], case.stale_state(), chunk=2, gamma=x[6], loss=loss)[0]
+
+    def gappy(*x: Tensor) -> tuple[Tensor, ...]:
+        plain = case.stale_state()._replace(keys=case.k[:, :, :0], values=case.v[:, :, :0])
+        return linear_stale(*x, plain, chunk=2, write=gaps, loss=loss)[0], linear_exact(*x, case.matrix_state(), chunk=2, write=gaps)[0]
+
+    def by_row(*x: Tensor) -> Tensor:
+        return linear_exact(*x, case.matrix_state(), chunk=2)[0]
+
+    for run, inputs in ((omega, (*case.tokens, case.gamma)), (gappy, case.tokens), (by_row, (*case.tokens[:5], alpha))):
+        assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs], fast_mode=True)
+
+
+def test_half_precision_tokens_meet_a_float32_memory() -> None:
+    case = fixed_case(T=20)
+    tokens = [x.bfloat16() for x in case.tokens[:3]]
+    gates = [x.float() for x in case.tokens[3:]]
+    state = MatrixState(*(x.float() for x in case.matrix_state()))
+    y, end = linear_exact(*tokens, *gates, state)
+    want, _ = linear_exact(*(x.float() for x in tokens), *gates, state)
+    assert y.dtype == torch.bfloat16 and end.W.dtype == torch.float32
+    close(y, want.bfloat16())
+
+
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
     # Mutants tried and caught: _Chunks.backward without the path through E to Z, and without the gradient of f (both
     # test_gradients_of_both_forms); the chunk's errors detached from the graph (this test).

@@ -192,6 +192,23 @@ def test_gradients(form: str, read: str) -> None:  # T13
     assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs], fast_mode=True)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_under_an_omega_window_or_with_gaps(masked: bool) -> None:  # T13
+    case = fixed_case("two layers, norm, residual", T=5, chunk=2, lags=1 if masked else 3)
+    write = torch.tensor([[True, False, True, True, False]]) if masked else None
+    assert masked or case.gamma is not None
+
+    def run(*x: Tensor) -> tuple[Tensor, ...]:
+        gamma = None if masked else x[6]
+        y, state = deep(
+            *x[:6], case.deep_state(), init=case.init, chunk=2, network=case.network, affine=case.affine, gamma=gamma, write=write
+        )
+        return y, *state.W, *state.S
+
+    inputs = [x.clone().requires_grad_() for x in (*case.tokens, *(() if masked else (case.gamma,)))]  # type: ignore[union-attr]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
+
+
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
     case = fixed_case("two layers, norm, residual", T=12, chunk=3)
     want = [x.clone().requires_grad_() for x in (*case.tokens, *case.W)]
