@@ -80,6 +80,26 @@ def test_any_split_of_calls_is_one_call(case: Case, read: str) -> None:  # T6
         close(got, want)
 
 
+@pytest.mark.parametrize("lags", [1, 3])
+@pytest.mark.parametrize("loss", ["l2", "dot"])
+@pytest.mark.parametrize("read", ["after", "before", "anchor"])
+def test_token_by_token_is_one_call(lags: int, loss: str, read: str) -> None:  # T6, the direct step of a live stream
+    case = fixed_case(T=11, chunk=4, lags=lags)
+    for masked in (False, True):
+        write = torch.rand(2, case.T, generator=torch.Generator().manual_seed(3)) < (0.6 if masked else 2.0)
+        options = {"chunk": 4, "read": read, "loss": loss}
+        whole, end = linear_stale(*case.tokens, case.stale_state(), gamma=case.gamma, write=write if masked else None, **options)
+        state, pieces = case.stale_state(), []
+        for t in range(case.T):
+            at = slice(t, t + 1)
+            gamma = None if case.gamma is None else case.gamma[:, :, at]
+            y, state = linear_stale(*(x[:, :, at] for x in case.tokens), state, gamma=gamma, write=write[:, at], **options)
+            pieces.append(y)
+        close(torch.cat(pieces, 2), whole)
+        for a, b in zip(state, end, strict=True):
+            close(a, b)
+
+
 @given(cases(matrix=True), st.integers(0, 2**16))
 def test_unwritten_tokens_leave_the_state_and_still_read(case: Case, seed: int) -> None:
     write = torch.rand(case.q.shape[0], case.T, generator=torch.Generator().manual_seed(seed)) < 0.6
