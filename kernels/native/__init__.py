@@ -25,13 +25,13 @@ from kernels.mlp import DeepState
 from kernels.network import Network
 
 __all__ = [
-    "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
+    "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "layer_step_", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
 ]  # fmt: skip
 
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "tethys_native.so"  # made by kernels.native.build
-SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "core.cpp", "bindings.cpp")
+SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "layer_step.h", "core.cpp", "bindings.cpp")
 
 
 def fingerprint() -> str:
@@ -360,6 +360,44 @@ def conv_heads(u: Tensor, tail: Tensor, weight: Tensor, heads: int, scale: float
 def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     """(B, T, D) from reads y (B, H, T, d) and g (B, T, D): RMSNorm of every head's row, times weight (d), times SiLU(g)."""
     return _GatedNorm.apply(_rows(y), g, weight.contiguous())  # type: ignore[no-any-return,no-untyped-call]
+
+
+def layer_step_(
+    projected: Tensor,
+    tail: Tensor,
+    conv: Tensor,
+    bias: Tensor,
+    norm: Tensor,
+    memory: MatrixState | DeepState,
+    *,
+    heads: int,
+    scale: float,
+    divisor: float,
+    chunk: int,
+    init: Sequence[Tensor] | None = None,
+    network: Network = Network(),
+    affine: tuple[Tensor, Tensor] | None = None,
+    read: str = "after",
+    momentum: bool = True,
+    decay: bool = True,
+) -> Tensor:
+    """One token of a whole layer between its projections, in place: convolution, gates, memory, norm and output gate in one call.
+
+    projected (B, 4 D + 3 H L) = x [W_qkv | W_gate | W_gates]^T; bias (3 H L) of the gates, in the order alpha, eta, theta; L = 1 for a
+    matrix memory, 2 for a deep one. theta = sigmoid(.) (1 - eta) / divisor. tail (B, taps - 1, 3 D) and `memory`, phase included, are
+    overwritten. Returns (B, D) for the output projection. A matrix memory decays to zero here; under inference_mode only.
+    """
+    B, width = projected.shape
+    if isinstance(memory, DeepState):
+        state, phase = [*memory.W, *memory.S, *memory.anchor], memory.phase
+    else:
+        state, phase = list(memory), None
+    out = projected.new_empty(B, heads * norm.shape[0])
+    _ops().layer_step(
+        projected, tail, conv, bias, norm, state, phase, *_outer(init, affine, network), projected.new_empty(B * width), out, heads, scale,
+        divisor, momentum, decay, chunk, READS.index(read), network.norm, network.residual, network.eps,
+    )  # fmt: skip
+    return out
 
 
 class _ConvHeads(torch.autograd.Function):
