@@ -114,29 +114,22 @@ def layer(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
 
 
 class Step:
-    """One token of `module` for B streams, in place: two projections and one native call. Weights are joined once."""
+    """One token of `module` for B streams, in place, in one native call. x (B, D)."""
 
     def __init__(self, module: Any, batch: int) -> None:
-        import torch
-
-        self.module, self.state = module, module.initial_state(batch)
-        self.weight = torch.cat((module.qkv.weight, module.gate.weight, module.gates.weight)).detach().clone()
-        config = module.config
-        self.options = {
-            "heads": HEADS, "scale": 1.0 if module.matrix else math.sqrt(config.width), "chunk": config.chunk, "read": config.read,
-            "divisor": (1 if config.rule == "exact" else config.chunk) * (1 if module.matrix else config.width),
-            "init": None if module.matrix else tuple(module.init), "network": module.network,
-        }  # fmt: skip
-
-    def __call__(self, x: Any) -> Any:
-        import torch
-
         from kernels import native
 
-        m, state = self.module, self.state
-        p = torch.nn.functional.linear(x, self.weight)
-        o = native.layer_step_(p, state.conv, m.conv.weight, m.gates.bias, m.norm.weight, state.memory, **self.options)
-        return torch.nn.functional.linear(o, m.out.weight)
+        config = module.config
+        self.state = module.initial_state(batch)
+        self.step = native.LayerStep(
+            module.qkv.weight, module.gate.weight, module.gates.weight, module.gates.bias, module.conv.weight, module.norm.weight,
+            module.out.weight, scale=1.0 if module.matrix else math.sqrt(config.width), chunk=config.chunk, read=config.read,
+            divisor=(1 if config.rule == "exact" else config.chunk) * (1 if module.matrix else config.width),
+            init=None if module.matrix else tuple(module.init), network=module.network,
+        )  # fmt: skip
+
+    def __call__(self, x: Any) -> Any:
+        return self.step(x, self.state.conv, self.state.memory)
 
 
 def peer(name: str, width: int, chunk: int) -> Any:

@@ -1,5 +1,6 @@
 // The operators of torch.ops.tethys_native, through torch's stable ABI: one library serves every later torch.
 // Outputs are allocated by the caller (kernels/native/__init__.py) and written here, so that nothing but pointers crosses.
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -303,34 +304,39 @@ static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor
   over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_backward(c, a, b); });
 }
 
-// state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like `tail`.
-static void layer_step(Tensor p, Tensor tail, Tensor conv, Tensor bias, Tensor norm, std::vector<Tensor> state, Maybe phase, Maybe init1,
-                       Maybe init2, Maybe scale, Maybe shift, Tensor work, Tensor out, int64_t heads, double length, double divisor,
-                       bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps) {
-  check(p, "projected", 2);
+// x (B, D) -> y (B, D). project (D, 4 D + 3 H L) = [W_qkv | W_gate | W_gates]^T and out (D, D) = W_out^T, each with its rows padded with zeros
+// to whole vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
+static void layer_step(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase, Tensor y, Tensor project, Tensor conv, Tensor bias,
+                       Tensor norm, Tensor output, Maybe init1, Maybe init2, Maybe scale, Maybe shift, int64_t heads, double length,
+                       double divisor, bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps) {
+  check(x, "x", 2);
   check(state[0], "state", 4);
   StepCall c{};
   c.matrix = state.size() == 2;
   STD_TORCH_CHECK(c.matrix || (state.size() == 6 && phase), "tethys_native: state is W, S or W1, W2, S1, S2, A1, A2 with phase");
   c.layers = c.matrix ? 1 : 2, c.momentum = momentum, c.decay = decay, c.divisor = (float)divisor;
-  int64_t B = p.size(0), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
-  STD_TORCH_CHECK(p.size(1) == 4 * D + 3 * H * L && p.stride(1) == 1, "tethys_native: projected must be (B, ", 4 * D + 3 * H * L, ")");
-  c.p = (const float*)p.data_ptr(), c.p_b = p.stride(0);
+  int64_t B = x.size(0), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
+  int64_t width = (4 * D + 3 * H * L + 15) / 16 * 16, wide = (D + 15) / 16 * 16;
+  static thread_local std::vector<float> arena;
+  if (arena.size() < (size_t)(B * (width + 4 * D + 3 * H * L + D + wide))) arena.resize(B * (width + 4 * D + 3 * H * L + D + wide));
+  float *p = arena.data(), *w = p + B * width, *o = w + B * (4 * D + 3 * H * L), *result = o + B * D;
+  const float* in = dense(x, "x", B * D);
+  g_core->product(B, width, D, in, D, dense(project, "project", D * width), width, p, width);
+  c.p = p, c.p_b = width;
   c.bias = dense(bias, "bias", 3 * H * L);
-  float* w = (float*)dense(work, "work", B * (4 * D + 3 * H * L));
   HeadsCall& h = c.heads;
   h.B = B, h.H = H, h.T = 1, h.d = d, h.taps = conv.size(0), h.scale = (float)length;
   h.u = c.p, h.u_b = c.p_b, h.u_t = 0, h.out = w;
   STD_TORCH_CHECK(h.taps >= 1 && h.taps <= 8, "tethys_native: the convolution has 1 to 8 taps, not ", h.taps);
   h.tail = dense(tail, "tail", B * (h.taps - 1) * 3 * D), h.weight = dense(conv, "conv", h.taps * 3 * D);
   auto part = [&](int64_t n) { return Rows{w + n * D, 3 * D, d, 0}; };
-  float* y = w + B * 3 * D;
-  c.gates = y + B * D;
+  float* read_out = w + B * 3 * D;
+  c.gates = read_out + B * D;
   auto gate_of = [&](int64_t n) { return Gate{c.gates + n * H * L, 3 * H * L, L, 0, 1}; };
   Gate none{};
   c.gate.B = B, c.gate.H = H, c.gate.T = 1, c.gate.d = d;
-  c.gate.y = {y, D, d, 0}, c.gate.g = c.p + 3 * D, c.gate.g_b = c.p_b, c.gate.weight = dense(norm, "norm", d);
-  c.gate.out = (float*)dense(out, "out", B * D);
+  c.gate.y = {read_out, D, d, 0}, c.gate.g = c.p + 3 * D, c.gate.g_b = c.p_b, c.gate.weight = dense(norm, "norm", d);
+  c.gate.out = o;
   auto fill = [&](auto& call) {
     call.B = B, call.H = H, call.T = 1, call.chunk = chunk;
     call.q = part(0), call.k = part(1), call.v = part(2), call.y = c.gate.y;
@@ -361,6 +367,11 @@ static void layer_step(Tensor p, Tensor tail, Tensor conv, Tensor bias, Tensor n
     int64_t* at = (int64_t*)phase->data_ptr();
     for (int64_t b = 0; b < B; ++b) at[b] = (at[b] + 1) % chunk;
   }
+  float* to = (float*)dense(y, "y", B * D);
+  const float* last = dense(output, "out", D * wide);
+  if (wide == D) return g_core->product(B, D, D, o, D, last, D, to, D);
+  g_core->product(B, wide, D, o, D, last, wide, result, wide);
+  for (int64_t b = 0; b < B; ++b) memcpy(to + b * D, result + b * wide, D * 4);
 }
 
 STABLE_TORCH_LIBRARY(tethys_native, m) {
@@ -382,9 +393,9 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def("gate_forward(Tensor y, Tensor g, Tensor weight, Tensor(a!) out) -> ()");
   m.def("gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor(a!) dy, Tensor(b!) dg, Tensor(c!) dweight) -> ()");
   m.def(
-      "layer_step(Tensor p, Tensor(a!) tail, Tensor conv, Tensor bias, Tensor norm, Tensor(b!)[] state, Tensor(c!)? phase, Tensor? init1, "
-      "Tensor? init2, Tensor? scale, Tensor? shift, Tensor(d!) work, Tensor(e!) out, int heads, float length, float divisor, bool momentum, "
-      "bool decay, int chunk, int read, bool lnorm, bool residual, float eps) -> ()");
+      "layer_step(Tensor x, Tensor(a!) tail, Tensor(b!)[] state, Tensor(c!)? phase, Tensor(d!) y, Tensor project, Tensor conv, Tensor bias, "
+      "Tensor norm, Tensor out, Tensor? init1, Tensor? init2, Tensor? scale, Tensor? shift, int heads, float length, float divisor, "
+      "bool momentum, bool decay, int chunk, int read, bool lnorm, bool residual, float eps) -> ()");
   m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
   m.def("deep_saved(int din, int dout, int h) -> int");
   m.def(

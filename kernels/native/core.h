@@ -99,8 +99,8 @@ struct GateCall {
   float *dg, *dweight; // (B, T, D), (B, H, d)
 };
 
-// One token of a whole layer between its projections: p = x [W_qkv | W_gate | W_gates]^T (B, 4 D + 3 H L) -> o (B, D), which the output
-// projection takes. Tail and memory are updated in place.
+// One token of a whole layer between its projections: p = x [W_qkv | W_gate | W_gates]^T (B, 4 D + 3 H L, padded) -> o (B, D), which the
+// output projection takes. Tail and memory are updated in place.
 struct StepCall {
   bool matrix, momentum, decay;
   long layers;       // L: gates a head
@@ -128,6 +128,7 @@ struct Core {
   void (*heads_backward)(const HeadsCall&, long begin, long end);
   void (*gate_forward)(const GateCall&, long begin, long end);
   void (*gate_backward)(const GateCall&, long begin, long end);
+  void (*product)(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc); // N padded
   void (*layer_step)(const StepCall&, long begin, long end);
   size_t (*linear_saved)(const LinearCall&); // floats a memory
   long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
