@@ -21,7 +21,7 @@ import triton.language as tl
 from kernels.triton import target
 from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
 from kernels.triton.cut import LARGEST_CHUNK, Cut, fixed_cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, stages, storage, tile
+from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _solve(N, row, BC: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def _prepare(
-    k_p, v_p, Gp_p, bp_p, fp_p, Kb_p, Kf_p, Ve_p, T_p, starts_p, length, chunks, stride, per, dk, dv,
+    k_p, v_p, Gp_p, bp_p, fp_p, Kb_p, Kf_p, Ve_p, T_p, starts_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -85,7 +85,7 @@ def _prepare(
 @triton.jit
 def _state(
     k_p, v_p, Kb_p, Kf_p, Ve_p, g_p, s_p, end_p, starts_p, carried_p, last_p, W_p, S_p, anchor_p,
-    E_p, Ws_p, Ss_p, Wout_p, Sout_p, anchorout_p, length, chunks, stride, per, dk, dv,
+    E_p, Ws_p, Ss_p, Wout_p, Sout_p, anchorout_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -94,10 +94,11 @@ def _state(
     n = tl.program_id(1).to(tl.int64)
     kcol = tl.arange(0, BK)
     col = tl.arange(0, BJ)
-    at = (n * dv + vcol)[None, :] * dk + kcol[:, None]
+    base = n * dv * dk
+    at = vcol[None, :] * dk + kcol[:, None]
     inside = (kcol < dk)[:, None] & (vcol < dv)[None, :]
-    Wt = tl.load(W_p + at, mask=inside, other=0.0).to(tl.float32)
-    St = tl.load(S_p + at, mask=inside, other=0.0).to(tl.float32)
+    Wt = tl.load(W_p + base + at, mask=inside, other=0.0).to(tl.float32)
+    St = tl.load(S_p + base + at, mask=inside, other=0.0).to(tl.float32)
     for x in range(0, chunks):
         start, count = span(starts_p, n // per, stride, x)
         slot = n * chunks + x
@@ -115,23 +116,23 @@ def _state(
             anchor = Wt
             if x == 0:
                 if tl.load(carried_p + n // per) != 0:
-                    anchor = tl.load(anchor_p + at, mask=inside, other=0.0).to(tl.float32)
+                    anchor = tl.load(anchor_p + base + at, mask=inside, other=0.0).to(tl.float32)
             E = matmul(k, anchor, DT, PREC) - tile(v_p, token, col, keys, vcol, dv, dv)
             if x == tl.load(last_p + n // per):
-                tl.store(anchorout_p + at, anchor, mask=inside)
+                tl.store(anchorout_p + base + at, anchor, mask=inside)
         put(E_p, slot * BJ, col, keys, vcol, dv, dv, E)
         g = tl.load(g_p + slot * BJ + col, mask=col < keys, other=0.0)
         s = tl.load(s_p + slot * BJ + col, mask=col < keys, other=0.0)
         kt = tl.trans(k)
         Wt = tl.load(end_p + slot * 3) * Wt + tl.load(end_p + slot * 3 + 1) * St - matmul(kt, g[:, None] * E, DT, PREC)
         St = tl.load(end_p + slot * 3 + 2) * St - matmul(kt, s[:, None] * E, DT, PREC)
-    tl.store(Wout_p + at, Wt, mask=inside)
-    tl.store(Sout_p + at, St, mask=inside)
+    tl.store(Wout_p + base + at, Wt, mask=inside)
+    tl.store(Sout_p + base + at, St, mask=inside)
 
 
 @triton.jit
 def _output(
-    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, y_p, length, chunks, stride, per, dk, dv,
+    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, y_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +159,7 @@ def _output(
 
 @triton.jit
 def _prepare_backward(
-    q_p, k_p, G_p, starts_p, T_p, g_p, s_p, dy_p, J_p, Kg_p, Ks_p, length, chunks, stride, per, dk, dv,
+    q_p, k_p, G_p, starts_p, T_p, g_p, s_p, dy_p, J_p, Kg_p, Ks_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -190,7 +191,7 @@ def _prepare_backward(
 @triton.jit
 def _state_backward(
     q_p, k_p, Kg_p, Ks_p, J_p, b_p, f_p, bp_p, fp_p, g_p, s_p, end_p, starts_p, carried_p, last_p, dy_p, dW_p, dS_p, danchor_p,
-    dU_p, dWs_p, dSs_p, dWin_p, dSin_p, danchorin_p, length, chunks, stride, per, dk, dv,
+    dU_p, dWs_p, dSs_p, dWin_p, dSin_p, danchorin_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -200,10 +201,11 @@ def _state_backward(
     row = tl.arange(0, BC)
     col = tl.arange(0, BJ)
     kcol = tl.arange(0, BK)
-    at = (n * dv + vcol)[None, :] * dk + kcol[:, None]
+    base = n * dv * dk
+    at = vcol[None, :] * dk + kcol[:, None]
     inside = (kcol < dk)[:, None] & (vcol < dv)[None, :]
-    dW = tl.load(dW_p + at, mask=inside, other=0.0).to(tl.float32)
-    dS = tl.load(dS_p + at, mask=inside, other=0.0).to(tl.float32)
+    dW = tl.load(dW_p + base + at, mask=inside, other=0.0).to(tl.float32)
+    dS = tl.load(dS_p + base + at, mask=inside, other=0.0).to(tl.float32)
     for back in range(0, chunks):
         x = chunks - 1 - back
         start, count = span(starts_p, n // per, stride, x)
@@ -238,20 +240,20 @@ def _state_backward(
             last = tl.load(last_p + n // per)
             danchor = matmul(kt, dU, DT, PREC)
             if (x == last) | ((x == 0) & (last < 0)):
-                danchor += tl.load(danchor_p + at, mask=inside, other=0.0).to(tl.float32)
+                danchor += tl.load(danchor_p + base + at, mask=inside, other=0.0).to(tl.float32)
             ours = (x > 0) | (tl.load(carried_p + n // per) == 0)
             if ours & (last >= 0):  # the anchor was W
                 dW += danchor
                 danchor = tl.zeros_like(danchor)
             if x == 0:
-                tl.store(danchorin_p + at, danchor, mask=inside)
-    tl.store(dWin_p + at, dW, mask=inside)
-    tl.store(dSin_p + at, dS, mask=inside)
+                tl.store(danchorin_p + base + at, danchor, mask=inside)
+    tl.store(dWin_p + base + at, dW, mask=inside)
+    tl.store(dSin_p + base + at, dS, mask=inside)
 
 
 @triton.jit
 def _query_backward(
-    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p, length, chunks, stride, per, dk, dv,
+    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -287,7 +289,7 @@ def _query_backward(
 @triton.jit
 def _key_backward(
     q_p, k_p, G_p, Gp_p, bp_p, fp_p, g_p, s_p, starts_p, carried_p, E_p, dU_p, Ws_p, Ss_p, anchor_p, dWs_p, dSs_p, dy_p,
-    dk_p, dv_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk, dv,
+    dk_p, dv_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -333,15 +335,15 @@ def _key_backward(
             dkS += matmul(dU, tl.trans(Ss), DT, PREC)
         else:
             if carried != 0:
-                at = (n * dv + vcol)[None, :] * dk + kcol[:, None]
+                at = vcol[None, :] * dk + kcol[:, None]
                 inside = (kcol < dk)[:, None] & (vcol < dv)[None, :]
-                Ws = tl.load(anchor_p + at, mask=inside, other=0.0).to(tl.float32)
+                Ws = tl.load(anchor_p + n * dv * dk + at, mask=inside, other=0.0).to(tl.float32)
         dkU += matmul(dU, tl.trans(Ws), DT, PREC)
         if W == 1:
             put(dv_p, token, col, keys, vcol, dv, dv, -dU)
         else:  # a key lies in the windows of two chunks
-            at = (token + col)[:, None] * dv + vcol[None, :]
-            tl.atomic_add(dv_p + at, -dU, mask=(col < keys)[:, None] & (vcol < dv)[None, :])
+            at = col[:, None] * dv + vcol[None, :]
+            tl.atomic_add(dv_p + token * dv + at, -dU, mask=(col < keys)[:, None] & (vcol < dv)[None, :])
     tl.store(dend_p + slot * 3, db)
     tl.store(dend_p + slot * 3 + 1, df)
     tl.store(dend_p + slot * 3 + 2, dm)
@@ -368,8 +370,8 @@ def _key_backward(
     if W == 1:
         put(dk_p, token, col, keys, kcol, dk, dk, grad)
     else:
-        at = (token + col)[:, None] * dk + kcol[None, :]
-        tl.atomic_add(dk_p + at, grad, mask=(col < keys)[:, None] & (kcol < dk)[None, :])
+        at = col[:, None] * dk + kcol[None, :]
+        tl.atomic_add(dk_p + token * dk + at, grad, mask=(col < keys)[:, None] & (kcol < dk)[None, :])
 
 
 class _Saved(NamedTuple):
@@ -394,8 +396,9 @@ def _sizes(k: torch.Tensor, v: torch.Tensor) -> _Sizes:
     return _Sizes(dk, dv, block(dk), min(block(dv), 16 if k.dtype == torch.float32 else 32))
 
 
-def _warps(cut: Cut, sizes: _Sizes) -> int:
-    return 8 if max(cut.keys, sizes.BK) > 32 else 4
+def _options(q: torch.Tensor, cut: Cut, sizes: _Sizes) -> dict[str, int]:
+    """Three products for one leave float32 fewer registers to keep loads in."""
+    return target.options(2 if q.dtype == torch.float32 else 3, small=max(cut.keys, sizes.BK) <= 32)
 
 
 def _run(
@@ -410,7 +413,7 @@ def _run(
     after = read == "after"
     coefs = coefficients(gates, cut, after=after, before=exact or not after)
     grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
-    meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, "num_warps": _warps(cut, sizes), **stages(q)}
+    meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, **_options(q, cut, sizes)}
     T = None
     Kb = Kf = Ve = k
     if exact:
@@ -418,7 +421,7 @@ def _run(
         T = cut.blocks(q, N, cut.tokens, cut.tokens) if keep else None
         _prepare[grid](
             k, v, coefs.Gp, coefs.bp, coefs.fp, Kb, Kf, Ve, Kb if T is None else T, cut.starts, *common,
-            BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, num_warps=meta["num_warps"], **stages(q),
+            BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, **_options(q, cut, sizes),
         )  # fmt: skip
     E = cut.blocks(q, N, cut.keys, dv, dtype=kept)
     Ws, Ss = (cut.blocks(q, N, dk, dv, dtype=kept) for _ in range(2))
@@ -465,7 +468,7 @@ class _Memory(torch.autograd.Function):
         grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
         meta = {
             "BC": cut.tokens, "BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window,
-            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": _warps(cut, sizes), **stages(q),
+            "DT": operand(q.dtype), "PREC": target.precision(), **_options(q, cut, sizes),
         }  # fmt: skip
         seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
 

@@ -25,7 +25,7 @@ from kernels.network import Network
 from kernels.triton import target
 from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
 from kernels.triton.cut import LARGEST_CHUNK, Cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, stages, storage, tile
+from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -85,7 +85,7 @@ def _last(g_p, s_p, end_p, slot, col, keys, BJ: tl.constexpr):
 @triton.jit
 def _state(
     k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor1_p, anchor2_p, init1_p, init2_p, scale_p, shift_p,
-    W1_p, S1_p, W2_p, S2_p, Z1_p, Z2_p, D1_p, D2_p, out1_p, out2_p, length, chunks, stride, per, dk, dv, hidden, eps,
+    W1_p, S1_p, W2_p, S2_p, Z1_p, Z2_p, D1_p, D2_p, out1_p, out2_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -170,7 +170,7 @@ def _state(
 @triton.jit
 def _output(
     q_p, k_p, G_p, b_p, f_p, starts_p, init1_p, init2_p, scale_p, shift_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
-    Z1q_p, Z2q_p, P_p, y_p, length, chunks, stride, per, dk, dv, hidden, eps,
+    Z1q_p, Z2q_p, P_p, y_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -237,7 +237,7 @@ def _output_backward(
     q_p, k_p, G_p, b_p, f_p, starts_p, init1_p, init2_p, scale_p, shift_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     Z1q_p, Z2q_p, P_p, dy_p,
     dq_p, dk_p, dG_p, db_p, df_p, dW1_p, dS1_p, dW2_p, dS2_p, dinit1_p, dinit2_p, dA_p, dD1_p, dD2_p, dscale_p, dshift_p,
-    length, chunks, stride, per, dk, dv, hidden, eps,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -346,7 +346,7 @@ def _state_backward(
     k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor1_p, anchor2_p, scale_p, shift_p,
     W1_p, W2_p, Z1_p, Z2_p, D1_p, D2_p, dA_p, dD1_p, dD2_p, dout1_p, dout2_p,
     dW1_p, dS1_p, dW2_p, dS2_p, danchor1_p, danchor2_p, dZ1_p, dR_p, dscale_p, dshift_p,
-    length, chunks, stride, per, dk, dv, hidden, eps,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -471,7 +471,7 @@ def _state_backward(
 def _key_backward(
     k_p, g_p, s_p, starts_p, carried_p, anchor1_p, init1_p, init2_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     dW1_p, dS1_p, dW2_p, dS2_p, dZ1_p, dR_p, dkq_p,
-    dk_p, dv_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk, dv, hidden, eps,
+    dk_p, dv_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -556,8 +556,8 @@ def _key_backward(
         put(dv_p, token, col, keys, vcol, dv, dv, -dr)
     else:  # a key lies in the windows of two chunks
         there = (col < keys)[:, None]
-        tl.atomic_add(dk_p + (token + col)[:, None] * dk + kcol[None, :], grad, mask=there & (kcol < dk)[None, :])
-        tl.atomic_add(dv_p + (token + col)[:, None] * dv + vcol[None, :], -dr, mask=there & (vcol < dv)[None, :])
+        tl.atomic_add(dk_p + token * dk + (col[:, None] * dk + kcol[None, :]), grad, mask=there & (kcol < dk)[None, :])
+        tl.atomic_add(dv_p + token * dv + (col[:, None] * dv + vcol[None, :]), -dr, mask=there & (vcol < dv)[None, :])
 
 
 class _Form:
@@ -571,9 +571,9 @@ class _Form:
         self.sizes = (cut.length, cut.chunks, cut.stride, heads, dk, dv, hidden)
         self.number = (*self.sizes, network.eps)
         self.meta: dict[str, Any] = {
-            "BJ": cut.keys, "BK": block(dk), "BV": block(dv), "BH": min(block(hidden), 32 if small else 64), "W": cut.window,
+            "BJ": cut.keys, "BK": block(dk), "BV": block(dv), "BH": min(block(hidden), 16 if small else 32), "W": cut.window,
             "L": layers, "NORM": network.norm, "RESIDUAL": network.residual, "INIT": init, "AFFINE": affine,
-            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": 8, **stages(q),
+            "DT": operand(q.dtype), "PREC": target.precision(), **target.options(1),
         }  # fmt: skip
 
 
