@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Rule = Literal["exact", "stale", "deep"]
+Rule = Literal["exact", "stale", "deep", "gated", "hybrid"]
+RULES = get_args(Rule)
 Mixer = Literal["lmm", "mac", "mag", "mal", "attention", "window"]
+MIXERS = get_args(Mixer)
 
 
 class ConfigError(ValueError):
@@ -25,8 +27,11 @@ class MemoryConfig:
 
     rule: `exact`, a matrix with the true per-token gradient (the default for streams: stays finite on autocorrelated
         keys, and the chunk never changes the result); `stale`, a matrix with the papers' gradient at the chunk's
-        start; `deep`, a residual MLP of `depth` layers with LayerNorm, gradient at the chunk's start.
-    chunk: tokens a gradient anchor serves (part of the function for `stale` and `deep`).
+        start; `deep`, a residual MLP of `depth` layers with LayerNorm, gradient at the chunk's start; `gated`, the
+        gated MLP of Atlas++, likewise; `hybrid`, the MLP with an exact last layer (finite where `deep` explodes).
+    chunk: tokens a gradient anchor serves (part of the function for every rule but `exact`).
+    window: tokens whose loss each write descends (the Omega rule of ATLAS; 1 is Titans), for every rule but `exact`.
+    read: the token reads `after` or `before` its own write, or at the chunk's `anchor` (cheapest; not for `exact`).
     momentum, decay: False removes eta or alpha (ablations of Titans table 5).
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
     """
@@ -35,6 +40,8 @@ class MemoryConfig:
     heads: int = 4
     rule: Rule = "exact"
     chunk: int = 64
+    window: int = 1
+    read: Literal["after", "before", "anchor"] = "after"
     depth: int = 2
     expansion: int = 4
     conv: int = 4
@@ -45,7 +52,12 @@ class MemoryConfig:
     def __post_init__(self) -> None:
         require(self.dim > 0 and self.heads > 0, f"dim {self.dim} and heads {self.heads} must be positive")
         require(self.dim % self.heads == 0, f"dim {self.dim} must be a multiple of heads {self.heads}")
-        require(self.rule in ("exact", "stale", "deep"), f"rule '{self.rule}' is none of exact, stale, deep")
+        require(self.rule in RULES, f"rule '{self.rule}' is none of {', '.join(RULES)}")
+        require(self.window >= 1, f"window {self.window} must be at least 1")
+        require(self.read in ("after", "before", "anchor"), f"read '{self.read}' is none of after, before, anchor")
+        if self.rule == "exact":
+            require(self.window == 1, "the Omega window has no exact chunk form: take rule 'stale' or 'deep', or window 1")
+            require(self.read != "anchor", "rule 'exact' has no anchor to read at: read 'after' or 'before'")
         require(self.chunk >= 1, f"chunk {self.chunk} must be at least 1")
         require(self.conv >= 1, f"conv {self.conv} must be at least 1 (1 switches the convolution off)")
         require(self.depth >= 1, f"depth {self.depth} must be at least 1")
@@ -72,9 +84,8 @@ class BackboneConfig:
     feed_forward: float = 8 / 3
 
     def __post_init__(self) -> None:
-        known = ("lmm", "mac", "mag", "mal", "attention", "window")
         for mixer in self.layers:
-            require(mixer in known, f"layer '{mixer}' is none of {', '.join(known)}")
+            require(mixer in MIXERS, f"layer '{mixer}' is none of {', '.join(MIXERS)}")
         require(len(self.layers) > 0, "layers must name at least one block")
         require(self.window >= 1 and self.segment >= 1, "window and segment must be at least 1")
         require(self.persistent >= 0, "persistent must not be negative")

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from kernels import linear
 from kernels.linear import MatrixState, StaleState
+from kernels.mlp import DeepState, deep, deep_state
+from kernels.network import Network, output
 from titans_core.config import MemoryConfig
 
 
@@ -59,7 +61,7 @@ class CausalConv(nn.Module):
         return y, padded[:, length:]
 
 
-Memory = MatrixState | StaleState
+Memory = MatrixState | StaleState | DeepState
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,10 @@ class MemoryState:
 class NeuralMemory(nn.Module):
     """Long-term memory layer (Titans section 3.1; defaults of papers A.1, A.8 and E.2).
 
-    Keys and queries: linear, convolution, SiLU, unit length. Values: linear, convolution, SiLU.
-    Gates per token and head: alpha = sigmoid (forget), eta = sigmoid (momentum decay) and
-    theta = (1 - eta) * sigmoid, the bound inside which the exact form stays finite for unit keys.
+    Keys and queries: linear, convolution, SiLU, unit length (times sqrt(d) for an MLP memory, which unit keys would keep
+    in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory layer: alpha = sigmoid (forget), eta = sigmoid
+    (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact form stays finite for unit keys, divided by the
+    chunk where the gradient is taken at the chunk's start, and by d where the keys are longer.
     Output: per-head RMSNorm, gate SiLU(x W_g), projection.
     """
 
@@ -85,26 +88,52 @@ class NeuralMemory(nn.Module):
         dim, heads, width = config.dim, config.heads, config.width
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.conv = CausalConv(3 * dim, config.conv)
-        self.gates = nn.Linear(dim, 3 * heads)
+        self.matrix = config.rule in ("exact", "stale")
+        if self.matrix:
+            shapes = [(width, width)]
+        elif config.rule == "gated":
+            shapes = [(config.expansion * width, width)] * 2 + [(width, config.expansion * width)]
+        else:
+            sizes = [width, *[config.expansion * width] * (config.depth - 1), width]
+            shapes = list(zip(sizes[1:], sizes[:-1], strict=True))
+        self.init = nn.ParameterList(
+            torch.zeros(heads, *shape) if self.matrix else torch.randn(heads, *shape) / math.sqrt(shape[1]) for shape in shapes
+        )
+        hybrid = config.rule == "hybrid"
+        self.network = Network(norm=not hybrid, gated=config.rule == "gated", unit_hidden=hybrid)
+        self.layers = len(shapes)
+        self.gates = nn.Linear(dim, 3 * heads * self.layers)
+        nn.init.zeros_(self.gates.weight)
+        with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
+            self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(heads * self.layers))
+        if config.window > 1:  # the newest token's gate is open, older ones less and less (papers B.2)
+            self.lags = nn.Linear(dim, heads * config.window)
+            nn.init.zeros_(self.lags.weight)
+            with torch.no_grad():
+                self.lags.bias.copy_(torch.linspace(2.0, -2.0, config.window).repeat(heads))
         self.gate = nn.Linear(dim, dim, bias=False)
         self.norm = RMSNorm(width)
         self.out = nn.Linear(dim, dim, bias=False)
-        self.init = nn.Parameter(torch.zeros(heads, width, width))
-        nn.init.zeros_(self.gates.weight)
-        with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
-            bias = torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0])
-            self.gates.bias.copy_(bias.repeat_interleave(heads))
 
     def initial_state(self, batch: int) -> MemoryState:
         """Streams that have seen nothing: the learned initial memory, no momentum, an empty convolution."""
-        start = torch.zeros_like(self.init) if self.config.decay_to_init else self.init
-        tail = self.init.new_zeros(batch, self.config.conv - 1, 3 * self.config.dim)
-        fresh = linear.matrix_state if self.config.rule == "exact" else linear.stale_state
-        return MemoryState(fresh(start, batch), tail)
+        config, init = self.config, tuple(self.init)
+        tail = init[0].new_zeros(batch, config.conv - 1, 3 * config.dim)
+        if not self.matrix:
+            return MemoryState(deep_state(init, batch, config.window), tail)
+        start = torch.zeros_like(init[0]) if config.decay_to_init else init[0]
+        if config.rule == "exact":
+            return MemoryState(linear.matrix_state(start, batch), tail)
+        return MemoryState(linear.stale_state(start, batch, config.window), tail)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(B, T, D) -> (B, H, T, d)."""
         return x.unflatten(-1, (self.config.heads, self.config.width)).transpose(1, 2)
+
+    def _keys(self, x: Tensor) -> Tensor:
+        """Keys or queries (B, H, T, d) from their convolved projection (B, T, D)."""
+        rows = unit(self._heads(x))
+        return rows if self.matrix else rows * math.sqrt(self.config.width)
 
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """Reads (B, H, T, d) and layer input (B, T, D) -> layer output (B, T, D)."""
@@ -112,33 +141,44 @@ class NeuralMemory(nn.Module):
         out: Tensor = self.out(normed * F.silu(self.gate(x)))
         return out
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, eta, alpha (B, H, T), in float32 or finer whatever the layer's type is (papers E.6.4)."""
+    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """theta, eta, alpha: (B, H, T), or (B, H, T, layers) for an MLP; in float32 or finer (papers E.6.4)."""
+        config = self.config
         gates = self.gates(x)
         gates = torch.sigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
-        alpha, eta, theta = gates.transpose(1, 2).chunk(3, dim=1)
-        eta = eta if self.config.momentum else torch.zeros_like(eta)
-        alpha = alpha if self.config.decay else torch.zeros_like(alpha)
-        # E.2: a gradient taken at the chunk's start is used for up to `chunk` tokens, so its step has to be that much smaller.
-        theta = (1 - eta) * theta / (1 if self.config.rule == "exact" else self.config.chunk)
-        return theta, eta, alpha
+        gates = gates.unflatten(-1, (3, config.heads, self.layers)).permute(2, 0, 3, 1, 4)  # (3, B, H, T, layers)
+        alpha, eta, theta = gates.squeeze(-1) if self.matrix else gates
+        theta = (1 - eta) * theta if config.momentum else theta
+        # E.2: a gradient taken at the chunk's start serves up to `chunk` tokens, so its step has to be that much smaller.
+        theta = theta / ((1 if config.rule == "exact" else config.chunk) * (1 if self.matrix else config.width))
+        return theta, eta if config.momentum else None, alpha if config.decay else None
 
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
-        """Write T tokens and read after each write. x (B, T, D) -> y (B, T, D) and the state after the last token."""
+        """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
+        config = self.config
         mixed, tail = self.conv(self.qkv(x), state.conv)
-        q, k, v = (self._heads(part) for part in F.silu(mixed).chunk(3, dim=-1))
-        q, k = unit(q), unit(k)
+        q, k, v = F.silu(mixed).chunk(3, dim=-1)
+        q, k, v = self._keys(q), self._keys(k), self._heads(v)
         theta, eta, alpha = self._gates(x)
-        if self.config.decay_to_init:
+        gamma = None
+        if config.window > 1:
+            gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+        old, memory = state.memory, state.memory
+        if isinstance(old, DeepState):
+            y, memory = deep(
+                q, k, v, theta, eta, alpha, old, init=tuple(self.init) if config.decay_to_init else None, chunk=config.chunk,
+                network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
+            )  # fmt: skip
+            return self._output(y, x), MemoryState(memory, tail)
+        if config.decay_to_init:
             # The memory holds the deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
-            v = v - k @ self.init.mT
-        memory: Memory
-        if isinstance(state.memory, StaleState):
-            y, memory = linear.linear_stale(q, k, v, theta, eta, alpha, state.memory, chunk=self.config.chunk)
+            v = v - k @ self.init[0].mT
+        if isinstance(old, StaleState):
+            y, memory = linear.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
         else:
-            y, memory = linear.linear_exact(q, k, v, theta, eta, alpha, state.memory, chunk=self.config.chunk)
-        if self.config.decay_to_init:
-            y = y + q @ self.init.mT
+            y, memory = linear.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
+        if config.decay_to_init:
+            y = y + q @ self.init[0].mT
         return self._output(y, x), MemoryState(memory, tail)
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -147,6 +187,9 @@ class NeuralMemory(nn.Module):
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
         """
         mixed, tail = self.conv(self.qkv(x), tail)
-        q = unit(self._heads(F.silu(mixed).chunk(3, dim=-1)[0]))
-        weights = memory.W + self.init if self.config.decay_to_init else memory.W
-        return self._output(q @ weights.mT, x), tail
+        q = self._keys(F.silu(mixed).chunk(3, dim=-1)[0])
+        if isinstance(memory, DeepState):
+            y = output(memory.W, q, self.network)
+        else:
+            y = q @ (memory.W + self.init[0] if self.config.decay_to_init else memory.W).mT
+        return self._output(y, x), tail

@@ -14,14 +14,15 @@ from titans_core import state as value
 from titans_core.blocks import Backbone
 from titans_core.config import BackboneConfig, ConfigError, MemoryConfig
 
-MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention", "lmm-stale", "mac-stale", "mag-stale"]
+MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention", "lmm-stale", "mac-stale", "lmm-deep", "mac-deep", "mag-deep", "lmm-gated", "lmm-hybrid", "lmm-omega"]
 
 
 def model(mixer: str) -> Backbone:
     """`mixer` or `mixer-rule`."""
     torch.manual_seed(7)
     mixer, _, rule = mixer.partition("-")
-    memory = MemoryConfig(dim=16, heads=2, rule=rule or "exact", chunk=4)  # type: ignore[arg-type]
+    omega = {"rule": "deep", "window": 3} if rule == "omega" else {"rule": rule or "exact"}
+    memory = MemoryConfig(dim=16, heads=2, chunk=4, expansion=2, **omega)  # type: ignore[arg-type]
     config = BackboneConfig(memory=memory, layers=(mixer, mixer), window=5, segment=6, persistent=2)  # type: ignore[arg-type]
     backbone = Backbone(config).double()
     with torch.no_grad():  # a memory that matters: every parameter away from its symmetric start
@@ -83,7 +84,7 @@ def test_streams_never_touch(mixer: str) -> None:
     torch.testing.assert_close(run(backbone, x[[2, 0, 1]], [])[0], together[[2, 0, 1]], atol=1e-12, rtol=1e-12)
 
 
-@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "window", "lmm-stale", "mac-stale"])
+@pytest.mark.parametrize("mixer", ["lmm", "mac", "mag", "mal", "window", "lmm-stale", "mac-stale", "lmm-deep", "lmm-omega"])
 def test_streams_at_different_places_advance_together(mixer: str) -> None:
     """Two streams that have had 4 and 9 tokens, stacked, go on as each would alone."""
     backbone = model(mixer)
