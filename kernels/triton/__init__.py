@@ -13,7 +13,7 @@ _HOMES = {
     "newton_schulz": "kernels.triton.orthogonalise",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

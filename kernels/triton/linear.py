@@ -12,6 +12,9 @@ Rows are tokens; with `C` the coefficient block and A = (Q K^T) o G,
 States are kept transposed (d_k, d_v) between kernels.
 """
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton import target
-from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
+from kernels.triton.coefficients import Coefficients, Gates, Rows, coefficients, coefficients_backward, new_rows
 from kernels.triton.cut import LARGEST_CHUNK, Cut, fixed_cut, phased_cut, span
 from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
@@ -253,7 +256,8 @@ def _state_backward(
 
 @triton.jit
 def _query_backward(
-    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
+    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -374,16 +378,6 @@ def _key_backward(
         tl.atomic_add(dk_p + token * dk + at, grad, mask=(col < keys)[:, None] & (kcol < dk)[None, :])
 
 
-class _Saved(NamedTuple):
-    """What the forward pass leaves to the backward pass."""
-
-    block: Coefficients
-    T: torch.Tensor | None
-    E: torch.Tensor
-    Ws: torch.Tensor
-    Ss: torch.Tensor
-
-
 class _Sizes(NamedTuple):
     dk: int
     dv: int
@@ -404,8 +398,11 @@ def _options(q: torch.Tensor, cut: Cut, sizes: _Sizes) -> dict[str, int]:
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Gates, W: torch.Tensor, S: torch.Tensor,
     anchor: torch.Tensor | None, cut: Cut, read: str, keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, _Saved]:  # fmt: skip
-    """q, k, v (N, T (+ c - 1), d), states (N, d_v, d_k); anchor None: the exact form."""
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:  # fmt: skip
+    """q, k, v (N, T (+ c - 1), d), states (N, d_v, d_k); anchor None: the exact form.
+
+    Results (y, W, S[, anchor]), and what the backward pass reads.
+    """
     N, exact = q.shape[0], anchor is None
     sizes = _sizes(k, v)
     dk, dv, BK, BV = sizes
@@ -417,10 +414,11 @@ def _run(
     T = None
     Kb = Kf = Ve = k
     if exact:
+        assert coefs.before is not None
         Kb, Kf, Ve = (cut.blocks(q, N, cut.tokens, width, dtype=kept) for width in (dk, dk, dv))
         T = cut.blocks(q, N, cut.tokens, cut.tokens) if keep else None
         _prepare[grid](
-            k, v, coefs.Gp, coefs.bp, coefs.fp, Kb, Kf, Ve, Kb if T is None else T, cut.starts, *common,
+            k, v, *coefs.before, Kb, Kf, Ve, *some(Kb, T), cut.starts, *common,
             BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, **_options(q, cut, sizes),
         )  # fmt: skip
     E = cut.blocks(q, N, cut.keys, dv, dtype=kept)
@@ -432,9 +430,11 @@ def _run(
         W, S, *some(W, anchor), E, Ws, Ss, Wout, Sout, *some(Wout, anchorout), *common, EXACT=exact, **meta,
     )  # fmt: skip
     y = torch.empty(N, cut.length, dv, device=q.device, dtype=v.dtype)
-    seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
+    seen = coefs.after or coefs.before
+    assert seen is not None
     _output[grid](q, k, *seen, cut.starts, E, Ws, Ss, y, *common, BC=cut.tokens, **meta)
-    return y, Wout, Sout, anchorout, _Saved(coefs, T, E, Ws, Ss)
+    results = (y, Wout, Sout) if anchorout is None else (y, Wout, Sout, anchorout)
+    return results, (*seen, *(coefs.before or (None,) * 3), coefs.g, coefs.s, coefs.end, T, E, Ws, Ss)
 
 
 class _Memory(torch.autograd.Function):
@@ -446,19 +446,18 @@ class _Memory(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         gates = Gates(theta, eta, alpha, gamma, per)
         keep = any(ctx.needs_input_grad)
-        y, Wout, Sout, anchorout, saved = _run(q, k, v, gates, W, S, anchor, cut, read, keep)
+        results, saved = _run(q, k, v, gates, W, S, anchor, cut, read, keep)
         if keep:
-            ctx.save_for_backward(q, k, v, theta, eta, alpha, gamma, anchor, *saved.block.parts(), *saved[1:])
-            ctx.cut, ctx.per, ctx.read = cut, per, read
-        return y, Wout, Sout, *(() if anchorout is None else (anchorout,))
+            ctx.save_for_backward(q, k, v, theta, eta, alpha, gamma, anchor, *saved)
+            ctx.cut, ctx.per, ctx.after = cut, per, read == "after"
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, dW: torch.Tensor, dS: torch.Tensor, danchor: torch.Tensor | None = None) -> tuple[Any, ...]:
-        q, k, v, theta, eta, alpha, gamma, anchor, *rest = ctx.saved_tensors
-        fields = len(Coefficients.__dataclass_fields__)
-        coefs, (T, E, Ws, Ss) = Coefficients(*rest[:fields]), rest[fields:]
-        cut, after = ctx.cut, ctx.read == "after"
+        q, k, v, theta, eta, alpha, gamma, anchor, *saved = ctx.saved_tensors
+        seen, before, (g, s, end, T, E, Ws, Ss) = Rows(*saved[:3]), saved[3:6], saved[6:]
+        cut, after = ctx.cut, ctx.after
         gates = Gates(theta, eta, alpha, gamma, ctx.per)
         N, exact = q.shape[0], anchor is None
         sizes = _sizes(k, v)
@@ -470,12 +469,11 @@ class _Memory(torch.autograd.Function):
             "BC": cut.tokens, "BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window,
             "DT": operand(q.dtype), "PREC": target.precision(), **_options(q, cut, sizes),
         }  # fmt: skip
-        seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
 
         J = cut.blocks(q, N, cut.keys, dv, dtype=kept)
         Kg, Ks = (cut.blocks(q, N, cut.tokens, dk, dtype=kept) for _ in range(2)) if exact else (k, k)
         _prepare_backward[grid](
-            q, k, seen[0], cut.starts, *some(J, T), coefs.g, coefs.s, dy, J, Kg, Ks, *common, EXACT=exact, **meta,
+            q, k, seen[0], cut.starts, *some(J, T), g, s, dy, J, Kg, Ks, *common, EXACT=exact, **meta,
         )  # fmt: skip
         dU = torch.empty_like(J)
         dWs, dSs = torch.empty_like(Ws), torch.empty_like(Ss)
@@ -484,28 +482,27 @@ class _Memory(torch.autograd.Function):
         if danchor is not None:
             danchor, danchorin = danchor.contiguous(), torch.empty_like(dW)
         _state_backward[(triton.cdiv(dv, BV), N)](
-            q, k, Kg, Ks, J, *seen[1:], *some(J, coefs.bp, coefs.fp), coefs.g, coefs.s, coefs.end, cut.starts,
+            q, k, Kg, Ks, J, *seen[1:], *some(J, *before[1:]), g, s, end, cut.starts,
             *some(cut.starts, cut.carried, cut.last), dy, dW, dS, *some(dW, danchor), dU, dWs, dSs, dWin, dSin,
             *some(dWin, danchorin), *common, EXACT=exact, **meta,
         )  # fmt: skip
 
         dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        read = Coefficients(*(None if part is None else torch.empty_like(part) for part in coefs.parts()))
-        dseen = (read.G, read.b, read.f) if after else (read.Gp, read.bp, read.fp)
+        dseen = new_rows(cut, q, N)
         _query_backward[grid](q, k, *seen, cut.starts, E, Ws, Ss, dy, dq, *dseen, *common, **meta)
         new = torch.empty if cut.window == 1 else torch.zeros
         dk_, dv_ = (new(x.shape, device=x.device, dtype=x.dtype if cut.window == 1 else torch.float32) for x in (k, v))
-        solve = Coefficients(*(None if part is None else torch.empty_like(part) for part in coefs.parts()))
+        dbefore = new_rows(cut, q, N) if exact else None
+        dg, ds, dend = (torch.empty_like(x) for x in (g, s, end))
         _key_backward[grid](
-            q, k, seen[0], *some(J, coefs.Gp, coefs.bp, coefs.fp), coefs.g, coefs.s, cut.starts, *some(cut.starts, cut.carried),
-            E, dU, Ws, Ss, *some(J, anchor), dWs, dSs, dy, dk_, dv_, *some(J, solve.Gp, solve.bp, solve.fp),
-            read.g, read.s, read.end, *common, EXACT=exact, **meta,
+            q, k, seen.G, *some(J, *before), g, s, cut.starts, *some(cut.starts, cut.carried),
+            E, dU, Ws, Ss, *some(J, anchor), dWs, dSs, dy, dk_, dv_, *(dbefore or (J,) * 3),
+            dg, ds, dend, *common, EXACT=exact, **meta,
         )  # fmt: skip
-        if exact and not after:  # rows before the write are both read and solved with
-            read = Coefficients(None, None, None, *(a + b for a, b in zip(dseen, (solve.Gp, solve.bp, solve.fp))), read.g, read.s, read.end)
-        elif exact:
-            read = Coefficients(read.G, read.b, read.f, solve.Gp, solve.bp, solve.fp, read.g, read.s, read.end)
-        dtheta, deta, dalpha, dgamma = coefficients_backward(gates, cut, read)
+        if dbefore is not None and not after:  # rows before the write are both read and solved with
+            dbefore = Rows(*(a + b for a, b in zip(dseen, dbefore, strict=True)))
+        grad = Coefficients(dseen if after else None, dbefore or (None if after else dseen), dg, ds, dend)
+        dtheta, deta, dalpha, dgamma = coefficients_backward(gates, cut, grad)
         return (dq, dk_.to(k.dtype), dv_.to(v.dtype), dtheta, deta, dalpha, dgamma, dWin, dSin, danchorin, None, None, None)
 
 
@@ -551,12 +548,20 @@ def linear_stale(
     if T == 0:
         return torch.zeros_like(v), state
     cut = phased_cut(T, chunk, state.phase, write, lags + 1)
+    if write is not None and cut.slots > LARGEST_CHUNK:
+        outputs = []
+        for part in (slice(at, at + LARGEST_CHUNK) for at in range(0, T, LARGEST_CHUNK)):
+            gates = [None if x is None else x[:, :, part] for x in (eta, alpha)]
+            y, state = linear_stale(
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], gates[0], gates[1], state,
+                chunk=chunk, read=read, write=write[:, part],
+            )  # fmt: skip
+            outputs.append(y)
+        return torch.cat(outputs, 2), state
     keys, values = k, v
     if lags:
         keys, values = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)
-    y, W, S, anchor = _Memory.apply(
-        *flat(q, keys, values, theta, eta, alpha, gamma, state.W, state.S, state.anchor), cut, H, read
-    )
+    y, W, S, anchor = _Memory.apply(*flat(q, keys, values, theta, eta, alpha, gamma, state.W, state.S, state.anchor), cut, H, read)
     W, S, anchor = (x.view(B, H, *x.shape[1:]) for x in (W, S, anchor))
     tails = {"keys": keys[:, :, T:].to(state.keys.dtype), "values": values[:, :, T:].to(state.values.dtype)} if lags else {}
     return y.view(B, H, T, -1), state._replace(W=W, S=S, anchor=anchor, phase=cut.phase, **tails)

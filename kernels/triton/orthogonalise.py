@@ -4,6 +4,9 @@ One program a matrix. X passes through memory in tiles of columns, so the longer
 Gram matrix A = X X^T with itself pass through memory too, for their operands would fill the registers at once.
 """
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from collections.abc import Sequence
 from typing import Any
 

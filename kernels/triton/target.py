@@ -1,5 +1,8 @@
 """What the device at hand asks of a kernel: operand type and precision of products, block sizes."""
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from typing import Any
 
 import torch
