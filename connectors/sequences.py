@@ -44,6 +44,8 @@ from dnaio import FastqFormatError, SequenceRecord
 from dnaio._core import FastqIter
 from isal import igzip
 
+from connectors.errors import UserError
+
 log = logging.getLogger(__name__)
 
 Format = Literal["fasta", "fastq", "genbank", "embl", "bed", "vcf", "table"]
@@ -80,7 +82,7 @@ _FOREIGN = {
 }
 
 
-class SequenceError(ValueError):
+class SequenceError(UserError):
     """A sequence file that cannot be read as asked: file, record (1-based), its id, line (1-based), the last good id."""
 
     def __init__(
@@ -108,13 +110,14 @@ class Record:
     """One sequence. name is the whole header without its mark; qualities (Phred+33) are as long as sequence.
 
     Regular FASTA and FASTQ come as dnaio.SequenceRecord, made in C, with the same name, id, comment, sequence and
-    qualities; only records of tables have labels.
+    qualities; only records of tables have labels, and only those of BED files a place.
     """
 
     name: str
     sequence: str
     qualities: str | None = None
     label: str | None = None
+    place: tuple[str, int, int, str] | None = None  # of a BED interval: contig, start, end, strand
 
     @property
     def id(self) -> str:
@@ -221,7 +224,7 @@ def _inflate(raw: IO[bytes], name: str) -> IO[bytes]:
     if not head.startswith(_MAGIC):
         return buffered
     if head.startswith(_MAGIC[0]):
-        plain: Any = igzip.GzipFile(fileobj=buffered, mode="rb")
+        plain: Any = igzip.GzipFile(fileobj=buffered, mode="rb")  # type: ignore[no-untyped-call]
     elif head.startswith(_MAGIC[1]):
         plain = bz2.BZ2File(buffered)
     elif head.startswith(_MAGIC[2]):
@@ -765,7 +768,7 @@ def _annotated(stream: _Bytes, kind: str, report: Report) -> Iterator[tuple[int,
     from Bio import SeqIO
 
     text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), encoding="utf-8", errors="replace")
-    parser = SeqIO.parse(text, kind)
+    parser = SeqIO.parse(text, kind)  # type: ignore[no-untyped-call]
     for number in count(1):
         try:
             yield number, next(parser)
@@ -1018,7 +1021,8 @@ def _bed(stream: _Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator
         for warning in genome.report.warnings:
             policy.report.warn(warning)
         policy.letters(bases.upper().translate(None, b"ACGT"))
-        yield policy.good([Record(interval.name, bases.decode("ascii"))])
+        place = (interval.contig, interval.start, interval.end, interval.strand)
+        yield policy.good([Record(interval.name, bases.decode("ascii"), place=place)])
 
 
 def _as_file(stream: _Bytes) -> IO[bytes]:
