@@ -72,11 +72,11 @@ def load(folder: Path) -> tuple[dict[str, Rows], int]:
     return {name: rows(split) for name, split in splits.items()}, length
 
 
-def budget(count: int, seed: int) -> Settings:
-    """More passes over fewer rows: the same rule for every task and for both networks."""
-    passes = min(max(60_000, 5 * count), 130_000)
+def budget(count: int, length: int, seed: int) -> Settings:
+    """Row passes by the number of rows and their length: the same rule for every task and for both networks."""
+    passes = min(max(45_000 * min(1.0, 200 / length), 4 * count), 100_000)
     small = count < 7_000
-    return Settings(row_passes=passes, batch=64 if small else 128, rate=2e-3 if small else 3e-3, seed=seed)
+    return Settings(row_passes=round(passes), batch=64 if small else 128, rate=2e-3 if small else 3e-3, seed=seed)
 
 
 def run(model: str, splits: dict[str, Rows], length: int, strands: str, seed: int, kmer: KmerRegression) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def run(model: str, splits: dict[str, Rows], length: int, strands: str, seed: in
     elif model == "cnn":
         torch.manual_seed(seed)
         network = SmallCnn(2, strands)
-        train_network(network, network.network, train, budget(len(train[0]), seed), strands=strands)
+        train_network(network, network.network, train, budget(len(train[0]), length, seed), strands=strands)
         with torch.inference_mode():
             test_probabilities, dev_probabilities = (
                 torch.cat([network(x).softmax(-1) for x in torch.from_numpy(part[0]).long().split(512)]).numpy() for part in (test, dev)
@@ -98,7 +98,7 @@ def run(model: str, splits: dict[str, Rows], length: int, strands: str, seed: in
     else:
         config = ClassifierConfig(classes=("0", "1"), length=length, strands=strands, kmer=kmer.k)  # type: ignore[arg-type]
         composition = kmer if kmer.strands == strands else None
-        fitted = train_classifier(config, train, dev, budget(len(train[0]), seed), composition=composition)
+        fitted = train_classifier(config, train, dev, budget(len(train[0]), length, seed), composition=composition)
         test_probabilities, dev_probabilities = (predict(fitted, part[0]) for part in (test, dev))
         details = describe(fitted)
     scores = {
@@ -150,11 +150,14 @@ def main() -> None:
                     continue  # nothing in it is random
                 file = options.runs / f"{task}.{model}.{seed}.json"
                 if not file.exists():
+                    started = time.process_time()
                     if kmer is None:
                         choices = ("forward", "both") if strands == "both" else ("forward",)
                         strengths = (1.0, 10.0, 100.0) if len(splits["train"][0]) <= 15_000 else (10.0,)
                         kmer = fit_kmer_regression(splits["train"], splits["dev"], 2, strands=choices, strengths=strengths)
+                    fitting = time.process_time() - started if model == "kmer" else 0.0
                     result = run(model, splits, length, strands, seed, kmer)
+                    result["seconds"] = round(result["seconds"] + fitting, 1)
                     part = file.with_suffix(".part")
                     part.write_text(json.dumps(result))
                     part.rename(file)

@@ -1,6 +1,6 @@
 """SequenceClassifier: which class a DNA sequence belongs to, from where its motifs stand and from what it is made of.
 
-    one-hot rows -> motif convolution -> exp -> max-pool        tokens: how well each motif fits near each place
+    one-hot rows -> motif convolution -> max-pool -> exp        tokens: how well each motif fits near each place
     tokens -> backbone (Titans memory) -> tokens                 what the sequence held so far
     head: every token by its place, and the maximum and mean over all of them
     composition: a linear map of the sequence's k-mer counts (a k-mer logistic regression inside the model)
@@ -51,7 +51,7 @@ class ClassifierConfig:
     strands: Literal["forward", "both"] = "forward"
     motifs: int = 96
     motif_width: int = 15
-    pool: int = 5
+    pool: int = 6
     dim: int = 64
     heads: int = 4
     layers: tuple[Mixer, ...] = ("lmm",)
@@ -103,6 +103,11 @@ def word_counts(codes: Tensor, k: int, strands: str) -> Tensor:
     return F.normalize(counts[:, :-1], dim=1)
 
 
+def _by_token(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    """Batch statistics over streams and tokens (B, T, D)."""
+    return norm(x.flatten(0, 1)).view(x.shape)  # type: ignore[no-any-return]
+
+
 class SequenceClassifier(nn.Module):
     """Logits of encoded sequences; a pure function of its input, the same under inference_mode as in evaluation."""
 
@@ -115,15 +120,14 @@ class SequenceClassifier(nn.Module):
         super().__init__()
         self.config = config
         classes, dim = len(config.classes), config.dim
-        self.motifs = nn.Conv1d(4, config.motifs, config.motif_width, padding=config.motif_width // 2, bias=False)
+        self.motifs = nn.Linear(4 * config.motif_width, config.motifs, bias=False)
         self.motif_norm = nn.BatchNorm1d(config.motifs)
-        self.motif_dropout = nn.Dropout1d(0.1)
-        self.embed = nn.Conv1d(config.motifs, dim, 1)
+        self.embed = nn.Linear(config.motifs, dim)
         self.embed_norm = nn.BatchNorm1d(dim)
         memory = MemoryConfig(dim=dim, heads=config.heads, rule=config.rule, window=config.window)
         self.backbone = Backbone(BackboneConfig(memory=memory, layers=config.layers, persistent=0, feed_forward=config.feed_forward))
         self.token_norm = nn.BatchNorm1d(dim)
-        self.place = nn.Conv1d(dim, config.place_width, 1)
+        self.place = nn.Linear(dim, config.place_width)
         width = config.place_width * config.tokens + 2 * dim
         self.head = nn.Sequential(
             nn.Dropout(config.dropout),
@@ -140,13 +144,20 @@ class SequenceClassifier(nn.Module):
 
     def network(self, codes: Tensor) -> Tensor:
         """Logits of one strand (B, L) -> (B, C), without the composition branch."""
-        fits = self.motif_norm(self.motifs(self.rows[codes].transpose(1, 2)))  # (B, M, L)
-        fits = F.max_pool1d(torch.exp(fits.clamp(max=4.0)), self.config.pool, ceil_mode=True)  # (B, M, T)
-        tokens = self.embed_norm(self.embed(self.motif_dropout(fits)))  # (B, D, T)
-        read, _ = self.backbone(tokens.transpose(1, 2), self.backbone.initial_state(codes.shape[0]))
-        tokens = self.token_norm(tokens + read.transpose(1, 2))
+        config, count = self.config, codes.shape[0]
+        around, short = config.motif_width // 2, config.tokens * config.pool - config.length
+        windows = F.pad(self.rows[codes], (0, 0, around, around)).unfold(1, config.motif_width, 1)  # (B, L, 4, width)
+        # One product over all windows: with four input channels a third faster than a convolution on CPU.
+        fits = _by_token(self.motif_norm, self.motifs(windows.flatten(2)))  # (B, L, M)
+        # exp after the maximum is the maximum after exp, at a fraction of the exponentials.
+        fits = F.pad(fits, (0, 0, 0, short), value=-torch.inf).unflatten(1, (config.tokens, config.pool)).amax(2)
+        fits = torch.exp(fits.clamp(max=4.0))  # (B, T, M)
+        fits = fits * F.dropout(fits.new_ones(count, 1, config.motifs), 0.1, self.training)  # whole motifs at a time
+        tokens = _by_token(self.embed_norm, self.embed(fits))  # (B, T, D)
+        read, _ = self.backbone(tokens, self.backbone.initial_state(count))
+        tokens = _by_token(self.token_norm, tokens + read)
         places = F.gelu(self.place(tokens)).flatten(1)
-        logits: Tensor = self.head(torch.cat((places, tokens.amax(2), F.gelu(tokens).mean(2)), dim=1))
+        logits: Tensor = self.head(torch.cat((places, tokens.amax(1), F.gelu(tokens).mean(1)), dim=1))
         return logits
 
     def both(self, codes: Tensor) -> tuple[Tensor, Tensor]:
