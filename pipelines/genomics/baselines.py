@@ -70,7 +70,7 @@ def fit_kmer_regression(
         for strand in strands:
             counts, held = word_counts(train[0], k, strand), word_counts(dev[0], k, strand)
             for strength in strengths:
-                fitted = LogisticRegression(C=strength, max_iter=300, tol=1e-3).fit(counts, train[1])
+                fitted = LogisticRegression(C=strength, max_iter=300).fit(counts, train[1])
                 weight, bias = np.zeros((classes, 4**k)), np.full(classes, -30.0)
                 if classes == 2 and len(fitted.classes_) == 2:
                     weight[1], bias[:] = fitted.coef_[0], (0.0, fitted.intercept_[0])
