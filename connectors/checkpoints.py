@@ -92,18 +92,18 @@ class CheckpointStore:
             )
 
     def _explain(self, error: sqlite3.DatabaseError) -> CheckpointError:
-        text = str(error)
+        text, where = str(error), f"the checkpoint '{self.path}'"
         if "locked" in text or "busy" in text:
             return CheckpointError(
-                f"the checkpoint '{self.path}' is locked by another program for over {LOCK_SECONDS:.0f} s: close it and start again"
-            )  # noqa: E501
-        if "full" in text:
+                f"{where} has been locked by another program for {LOCK_SECONDS:.0f} s: close it first"
+            )
+        if "full" in text or "disk I/O" in text:
             return CheckpointError(
-                f"no space left for the checkpoint '{self.path}': make room and start again; nothing committed is lost"
-            )  # noqa: E501
+                f"cannot write {where} ({text}): make room or mend the disk and start again; nothing committed is lost"
+            )
         if "not a database" in text or "malformed" in text:
             return CheckpointError(f"'{self.path}' is not a checkpoint of this program ({text})")
-        return CheckpointError(f"the checkpoint '{self.path}' cannot be used: {text}")
+        return CheckpointError(f"{where} cannot be used: {text}")
 
     def claim(self, settings: Mapping[str, Any]) -> Progress:
         """Become the one worker of this run; earlier ones are fenced off. Returns where the run stands.
@@ -166,14 +166,25 @@ class CheckpointStore:
                 "UPDATE run SET done = ?, receipts = ?, counters = ?",
                 (done, json.dumps(dict(receipts)), json.dumps(dict(counters))),
             )
-            self._db.executemany(
-                "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)",
-                ((unique_id, batch, state) for unique_id, (batch, state) in snapshots.items()),
-            )
+            self._snapshots(snapshots)
             self._db.execute("DELETE FROM journal WHERE batch < ?", (keep_from,))
             if following is not None:
                 self._accept(done + 1, *following)
         self.bytes_written += len(learnt) + sum(len(state) for _, state in snapshots.values())
+
+    def settle(self, snapshots: Mapping[str, tuple[int, bytes]]) -> None:
+        """At a graceful stop: the snapshots of all changed streams, after which no journal is needed."""
+        with self._transaction():
+            self._check_epoch()
+            self._snapshots(snapshots)
+            self._db.execute("DELETE FROM journal WHERE learnt IS NOT NULL")
+        self.bytes_written += sum(len(state) for _, state in snapshots.values())
+
+    def _snapshots(self, snapshots: Mapping[str, tuple[int, bytes]]) -> None:
+        self._db.executemany(
+            "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?)",
+            ((unique_id, batch, state) for unique_id, (batch, state) in snapshots.items()),
+        )
 
     def _accept(self, batch: int, arrivals: bytes, positions: Mapping[str, Any]) -> None:
         self._db.execute("INSERT INTO journal VALUES (?, ?, NULL)", (batch, arrivals))

@@ -1,7 +1,8 @@
 """The `tethys` command: thin, one function a job.
 
-Starting it costs nothing: torch, Ray and MLflow are imported inside the command that needs them. Results go to standard output (a table
-for people, one JSON document with --json), everything else to standard error. A mistake of the user is one line and exit status 2.
+Starting it costs nothing: torch, Ray and MLflow are imported inside the command that needs them. Results go to
+standard output (a table for people, one JSON document with --json), everything else to standard error. A mistake of
+the user is one line and exit status 2.
 """
 
 from __future__ import annotations
@@ -35,17 +36,27 @@ class Executor(StrEnum):
     ray = "ray"
 
 
-Data = Annotated[str, typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI.")]
-IdColumn = Annotated[str, typer.Option(help="Column that names the series; an empty name takes the table as one series.")]
+Data = Annotated[
+    str,
+    typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI."),
+]
+IdColumn = Annotated[
+    str, typer.Option(help="Column that names the series; an empty name takes the table as one series.")
+]
 TimeColumn = Annotated[str, typer.Option(help="Column of the time stamps, or of whole numbers that count steps.")]
 TargetColumn = Annotated[str, typer.Option(help="Column to forecast.")]
-Frequency = Annotated[str | None, typer.Option(help="Step of the series: 15m, 1h, 1d, 1w, 1mo ...; inferred when not given.")]
+Frequency = Annotated[
+    str | None, typer.Option(help="Step of the series: 15m, 1h, 1d, 1w, 1mo ...; inferred when not given.")
+]
 Horizon = Annotated[int, typer.Option(min=1, help="Steps to forecast.")]
 LookBack = Annotated[int, typer.Option(min=1, help="Steps that a forecast is made from, beside the memory.")]
 ModelName = Annotated[str, typer.Option(help="Name of the model in the registry.")]
 Version = Annotated[str, typer.Option(help="Version of the model: a number or an alias.")]
 TrackingUri = Annotated[
-    str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store: a SQLite file, or the address of a tracking server.")
+    str,
+    typer.Option(
+        envvar="MLFLOW_TRACKING_URI", help="MLflow store: a SQLite file, or the address of a tracking server."
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
@@ -57,7 +68,7 @@ def demo(
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
-    """Train, compare, register and stream on an embedded sample: no server, no broker, under three minutes on two cores."""
+    """Train, compare, register and stream on an embedded sample: no server, no broker."""
     from pipelines.forecasting import demo as job
 
     _show(job.run(output=output, seed=seed), as_json)
@@ -75,9 +86,13 @@ def train(
     model_name: ModelName = "forecaster",
     alias: Annotated[str, typer.Option(help="Alias that the new version gets.")] = "challenger",
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
-    executor: Annotated[Executor, typer.Option(help="Where tables are read: in this process, or a Ray task for each.")] = Executor.local,
+    executor: Annotated[
+        Executor, typer.Option(help="Where tables are read: in this process, or a Ray task for each.")
+    ] = Executor.local,
     seed: Seed = 0,
-    output: Annotated[Path, typer.Option(help="Folder for the plot, the leaderboard and the forecast table.")] = Path("runs/train"),
+    output: Annotated[Path, typer.Option(help="Folder for the plot, the leaderboard and the forecast table.")] = Path(
+        "runs/train"
+    ),
     as_json: Json = False,
 ) -> None:
     """Train a forecaster, compare it with baselines on rolling origins, log the run and register the model."""
@@ -110,7 +125,9 @@ def backtest(
     frequency: Frequency = None,
     model_name: ModelName = "forecaster",
     version: Version = "challenger",
-    origins: Annotated[int, typer.Option(min=1, help="Forecasts of each series, one horizon apart, the last one at its end.")] = 4,
+    origins: Annotated[
+        int, typer.Option(min=1, help="Forecasts of each series, one horizon apart, the last one at its end.")
+    ] = 4,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[Path, typer.Option(help="Folder for the leaderboard and the forecasts.")] = Path("runs/backtest"),
     as_json: Json = False,
@@ -140,11 +157,15 @@ def forecast(
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
     frequency: Frequency = None,
-    horizon: Annotated[int | None, typer.Option(min=1, help="Steps to forecast; the model's own horizon when not given.")] = None,
+    horizon: Annotated[
+        int | None, typer.Option(min=1, help="Steps to forecast; the model's own horizon when not given.")
+    ] = None,
     model_name: ModelName = "forecaster",
     version: Version = "challenger",
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
-    output: Annotated[str, typer.Option(help="Table to write: .parquet, .csv or a URI; replaced as a whole.")] = "runs/forecast.parquet",
+    output: Annotated[
+        str, typer.Option(help="Table to write: .parquet, .csv or a URI; replaced as a whole.")
+    ] = "runs/forecast.parquet",
     as_json: Json = False,
 ) -> None:
     """Forecast every series of a table with a registered model."""
@@ -165,13 +186,15 @@ def forecast(
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --checkpoint runs/readings.db --output forecasts.ndjson")
+@app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
     source: Annotated[str, typer.Argument(help="Rows to read: a .csv or .ndjson file.")],
-    checkpoint: Annotated[Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")] = Path(
-        "runs/stream.db"
-    ),
-    output: Annotated[str, typer.Option(help="NDJSON file that the forecasts are appended to.")] = "runs/forecasts.ndjson",
+    checkpoint: Annotated[
+        Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")
+    ] = Path("runs/stream.db"),
+    output: Annotated[
+        str, typer.Option(help="NDJSON file that the forecasts are appended to.")
+    ] = "runs/forecasts.ndjson",
     id_column: IdColumn = "unique_id",
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
@@ -180,7 +203,7 @@ def stream(
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     as_json: Json = False,
 ) -> None:
-    """Forecast and learn row by row, each stream with its own memory; stop and start at will, no row is lost or learnt twice."""
+    """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
     from pipelines.streaming import worker
 
     result = worker.run(
@@ -206,7 +229,12 @@ def models_list(tracking_uri: TrackingUri = DEFAULT_TRACKING_URI, as_json: Json 
     if as_json:
         _print_json(found)
     else:
-        _print_table([{**m, "aliases": ", ".join(f"{alias} -> {version}" for alias, version in m["aliases"].items())} for m in found])
+        _print_table(
+            [
+                {**m, "aliases": ", ".join(f"{alias} -> {version}" for alias, version in m["aliases"].items())}
+                for m in found
+            ]
+        )
 
 
 @models.command("show", epilog="Example: tethys models show sales")
@@ -227,7 +255,15 @@ def models_show(
     rows = []
     for v in versions:
         created = datetime.fromtimestamp(v["created_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        rows.append({"version": v["version"], "aliases": ", ".join(v["aliases"]), "created": created, **v["metrics"], "run": v["run_id"]})
+        rows.append(
+            {
+                "version": v["version"],
+                "aliases": ", ".join(v["aliases"]),
+                "created": created,
+                **v["metrics"],
+                "run": v["run_id"],
+            }
+        )
     _print_table(rows)
 
 
@@ -277,7 +313,7 @@ def _facts() -> dict[str, Any]:
 
 
 def _show(result: Any, as_json: bool) -> None:
-    """A result of a job: a data class whose `leaderboard` (rows) becomes a table and whose other fields become lines."""
+    """A job's result, a data class: its `leaderboard` (rows) becomes a table, its other fields become lines."""
     fields = {f.name: getattr(result, f.name) for f in dataclasses.fields(result)}
     if as_json:
         _print_json(fields)

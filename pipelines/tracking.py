@@ -1,9 +1,10 @@
 """Runs, figures and registered models in MLflow. The only module that imports MLflow.
 
-A store is named by its URI: a SQLite file by default, a tracking server's address in production. A registered forecaster is code that
-MLflow executes when it loads the model (`mlflow/models/forecaster.py`), safetensors weights and a JSON configuration: nothing is pickled,
-and loading pickles is switched off for the whole process. A version's architecture is chosen by its configuration and not by code copied
-into the version, because two versions with copied code in one process would both run the first one's.
+A store is named by its URI: a SQLite file by default, a tracking server's address in production. A registered
+forecaster is code that MLflow executes when it loads the model (`mlflow/models/forecaster.py`), safetensors weights
+and a JSON configuration: nothing is pickled, and loading pickles is switched off for the whole process. A version's
+architecture is chosen by its configuration and not by code copied into the version, because two versions with copied
+code in one process would both run the first one's.
 """
 
 from __future__ import annotations
@@ -25,20 +26,25 @@ from filelock import FileLock
 from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
 
-try:  # `import mlflow` cannot tell: in the project's root it succeeds as an empty namespace when MLflow is not installed.
+# `import mlflow` cannot tell: in the project's root it finds an empty namespace where MLflow is not installed.
+try:
     importlib.metadata.version("mlflow")
 except importlib.metadata.PackageNotFoundError:
     raise UserError("MLflow is not installed in this environment: run pip install 'mlflow>=3.17,<4'") from None
 
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-os.environ.setdefault("MLFLOW_MODEL_CATALOG_URI", "")  # MLflow would fetch a catalogue of language models from the network
+os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+os.environ.setdefault(
+    "MLFLOW_MODEL_CATALOG_URI", ""
+)  # MLflow would fetch a catalogue of language models from the network
 
-import mlflow  # noqa: E402
-import mlflow.db  # noqa: E402
-from mlflow.entities import Metric  # noqa: E402
-from mlflow.exceptions import MlflowException  # noqa: E402
-from mlflow.tracking import MlflowClient  # noqa: E402
+import mlflow
+import mlflow.db
+from mlflow.data.polars_dataset import from_polars
+from mlflow.entities import Metric
+from mlflow.exceptions import MlflowException
+from mlflow.tracking import MlflowClient
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -50,8 +56,8 @@ _METRICS_A_BATCH = 1000
 _SQLITE = "sqlite:///"
 _ENTRY_FILE = "forecaster.py"
 
-# They announce every table they make.
-for _chatty in ("alembic", "mlflow.store.db.utils"):
+# They announce every table and every check that they make.
+for _chatty in ("alembic", "mlflow.store.db.utils", "mlflow.pyfunc"):
     logging.getLogger(_chatty).setLevel(logging.WARNING)
 
 
@@ -77,7 +83,7 @@ class Run:
 
     @property
     def link(self) -> str:
-        """Where the run is seen: an address on a tracking server, or the command that shows a local store and the page in it."""
+        """A page of the tracking server, or the command that shows a local store, then the page."""
         page = f"#/experiments/{self.experiment_id}/runs/{self.id}"
         if _is_sqlite(self.store.uri):
             return f"mlflow ui --backend-store-uri {self.store.uri}  ->  http://127.0.0.1:5000/{page}"
@@ -99,7 +105,7 @@ class Run:
 
     def log_dataset(self, frame: pl.DataFrame, *, name: str, source: str, context: str = "training") -> str:
         """Names the data with a digest of its rows; returns the digest."""
-        dataset = mlflow.data.from_polars(frame, source=source, name=name)
+        dataset = from_polars(frame, source=source, name=name)
         mlflow.log_input(dataset, context=context)
         return str(dataset.digest)
 
@@ -128,9 +134,10 @@ class RegisteredForecaster:
 def open_store(uri: str = DEFAULT_TRACKING_URI, experiment: str = EXPERIMENT) -> Store:
     """Opens a tracking store, and makes it where it is a SQLite file that does not exist yet.
 
-    Any number of processes may do so at once: the first one makes the schema in a file beside the store and renames it into place, under a
-    lock, so that a store either exists whole or not at all (two processes that migrate one fresh SQLite file destroy it). An existing
-    store is never migrated: UserError names the command where its schema belongs to another release.
+    Any number of processes may do so at once: the first one makes the schema in a file beside the store and renames
+    it into place, under a lock, so that a store either exists whole or not at all (two processes that migrate one
+    fresh SQLite file destroy it). An existing store is never migrated: UserError names the command where its schema
+    belongs to another release.
     """
     if not _is_sqlite(uri):
         return Store(uri, _experiment(_client(uri), experiment, None))
@@ -173,7 +180,8 @@ def register_forecaster(
     params: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
 ) -> RegisteredForecaster:
-    """Logs the weights (safetensors) and the configuration as a model of the run, registers it as a new version and moves the alias to it.
+    """Logs the weights (safetensors) and the configuration as a model of the run, registers it as a new version and
+    moves the alias to it.
 
     The two examples are a long frame as it goes in (`unique_id, ds, y`) and the forecast of it; with `params`
     (`horizon`, `quantiles`: the defaults at prediction) they make the signature.
@@ -209,20 +217,30 @@ def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKI
     """
     client = _existing(tracking_uri)
     found = _find_version(client, name, str(version), tracking_uri)
-    folder = Path(mlflow.artifacts.download_artifacts(f"models:/{name}/{found.version}", tracking_uri=_absolute(tracking_uri)))
+    folder = Path(
+        mlflow.artifacts.download_artifacts(f"models:/{name}/{found.version}", tracking_uri=_absolute(tracking_uri))
+    )
     artifacts = folder / "artifacts"
     config = json.loads((artifacts / "config.json").read_text())
     weights = sorted(artifacts.glob("*.safetensors"))
     if len(weights) != 1:
-        raise UserError(f"version {found.version} of model {name!r} holds {len(weights)} safetensors files: it is no forecaster of this project")
-    return RegisteredForecaster(name, int(found.version), tuple(sorted(found.aliases)), found.run_id, weights[0], config)
+        raise UserError(
+            f"version {found.version} of model {name!r} holds {len(weights)} safetensors files: it is no forecaster "
+            "of this project"
+        )
+    return RegisteredForecaster(
+        name, int(found.version), tuple(sorted(found.aliases)), found.run_id, weights[0], config
+    )
 
 
 def list_models(tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]]:
     """One entry a registered model: name, latest version, aliases with their versions."""
     client = _existing(tracking_uri)
     models = sorted(client.search_registered_models(), key=lambda m: m.name)
-    return [{"name": m.name, "latest": _latest(client, m.name), "aliases": dict(sorted(_aliases(client, m.name).items()))} for m in models]
+    return [
+        {"name": m.name, "latest": _latest(client, m.name), "aliases": dict(sorted(_aliases(client, m.name).items()))}
+        for m in models
+    ]
 
 
 def show_model(name: str, tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]]:
@@ -237,7 +255,7 @@ def show_model(name: str, tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict
             "aliases": sorted(alias for alias, version in aliases.items() if version == int(v.version)),
             "run_id": v.run_id,
             "created_ms": v.creation_timestamp,
-            "metrics": {m.key: m.value for m in client.get_logged_model(v.model_id).metrics or []} if v.model_id else {},
+            "metrics": {m.key: m.value for m in client.get_logged_model(_model_id(v)).metrics or []},
         }
         for v in versions
     ]
@@ -247,7 +265,7 @@ def _make_schema(path: Path) -> None:
     """The current schema in a new SQLite file, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        mlflow.db.upgrade.callback(f"{_SQLITE}{unfinished}")
+        mlflow.db.upgrade.main([f"{_SQLITE}{unfinished}"], standalone_mode=False)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -260,7 +278,8 @@ def _client(uri: str) -> MlflowClient:
         if "out-of-date database schema" not in str(error):
             raise
         raise UserError(
-            f"the tracking store {uri} was made by another release of MLflow than {mlflow.__version__}: keep a copy of the file and run "
+            f"the tracking store {uri} was made by another release of MLflow than {mlflow.__version__}: keep a copy "
+            "of the file and run "
             f"mlflow db upgrade {uri}"
         ) from None
 
@@ -270,7 +289,9 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
     if existing is None:
         return str(client.create_experiment(name, artifact_location=artifacts))
     if existing.lifecycle_stage != "active":
-        raise UserError(f"the experiment {name!r} was deleted in the tracking store: restore it with mlflow experiments restore")
+        raise UserError(
+            f"the experiment {name!r} was deleted in the tracking store: restore it with mlflow experiments restore"
+        )
     return str(existing.experiment_id)
 
 
@@ -292,7 +313,9 @@ def _requirement() -> str:
 
 def _existing(tracking_uri: str) -> MlflowClient:
     if _is_sqlite(tracking_uri) and not _sqlite_path(tracking_uri).exists():
-        raise UserError(f"there is no tracking store at {_sqlite_path(tracking_uri)}: train a model first, or say --tracking-uri")
+        raise UserError(
+            f"there is no tracking store at {_sqlite_path(tracking_uri)}: train a model first, or say --tracking-uri"
+        )
     uri = _absolute(tracking_uri)
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
@@ -303,7 +326,10 @@ def _require_model(client: MlflowClient, name: str, tracking_uri: str) -> None:
     known = sorted(m.name for m in client.search_registered_models())
     if name not in known:
         holds = f"it holds {', '.join(map(repr, known))}" if known else "it holds none"
-        raise UserError(f"no model {name!r} is registered in {tracking_uri}: {holds}; tethys train --model-name {name} registers one")
+        raise UserError(
+            f"no model {name!r} is registered in {tracking_uri}: {holds}; tethys train --model-name {name} registers "
+            "one"
+        )
 
 
 def _find_version(client: MlflowClient, name: str, version: str, tracking_uri: str) -> Any:
@@ -314,8 +340,16 @@ def _find_version(client: MlflowClient, name: str, version: str, tracking_uri: s
     if number is None or int(number) not in versions:
         named = ", ".join(f"{alias} (version {v})" for alias, v in sorted(aliases.items())) or "none"
         what = "version" if version.isdigit() else "alias"
-        raise UserError(f"model {name!r} has no {what} {version!r}: its versions are {', '.join(map(str, versions))}, its aliases {named}")
+        raise UserError(
+            f"model {name!r} has no {what} {version!r}: its versions are {', '.join(map(str, versions))}, its "
+            f"aliases {named}"
+        )
     return client.get_model_version(name, str(number))
+
+
+def _model_id(version: Any) -> str:
+    # A SQLite store leaves the field empty, but the source is the model's address.
+    return str(version.model_id or version.source.removeprefix("models:/"))
 
 
 def _aliases(client: MlflowClient, name: str) -> dict[str, int]:
@@ -333,7 +367,9 @@ def _is_sqlite(uri: str) -> bool:
 def _sqlite_path(uri: str) -> Path:
     path = uri.removeprefix(_SQLITE)
     if not uri.startswith(_SQLITE) or path in ("", ":memory:"):
-        raise UserError(f"{uri!r} names no SQLite file: write sqlite:///runs/tethys.db (an absolute path has four slashes)")
+        raise UserError(
+            f"{uri!r} names no SQLite file: write sqlite:///runs/tethys.db (an absolute path has four slashes)"
+        )
     return Path(path).absolute()
 
 

@@ -1,20 +1,25 @@
 """Tables become series, and series become windows.
 
-A long frame has a row for each series and time stamp: the id of the series (`unique_id`), the stamp (`ds`) and the target (`y`).
-`panel` puts every series on the regular grid of one frequency, with a mask that tells observed rows from missing ones;
-`windows` cuts look-back and horizon pairs from a panel. Windows are views of the panel: nothing is copied until a batch is taken.
+A long frame has a row for each series and time stamp: the id of the series (`unique_id`), the stamp (`ds`) and the
+target (`y`). `panel` puts every series on the regular grid of one frequency, with a mask that tells observed rows
+from missing ones; `windows` cuts look-back and horizon pairs from a panel. Windows are views of the panel: nothing is
+copied until a batch is taken.
 
-`read_panel` does the reading, checking and sorting of many files in this process or on Ray, one task a file. The grid and the windows
-are made in one place from the same sorted rows, so the two executors give equal numbers in equal order: by id, then by time.
+`read_panel` does the reading, checking and sorting of many files in this process or on Ray, one task a file. The grid
+and the windows are made in one place from the same sorted rows, so the two executors give equal numbers in equal
+order: by id, then by time.
 """
 
 from __future__ import annotations
 
+import glob
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -25,7 +30,14 @@ from connectors.errors import UserError
 
 Executor = Literal["local", "ray"]
 
-_UNITS_US = {"ms": 1_000, "s": 1_000_000, "m": 60_000_000, "h": 3_600_000_000, "d": 86_400_000_000, "w": 604_800_000_000}
+_UNITS_US = {
+    "ms": 1_000,
+    "s": 1_000_000,
+    "m": 60_000_000,
+    "h": 3_600_000_000,
+    "d": 86_400_000_000,
+    "w": 604_800_000_000,
+}
 _UNITS_MONTHS = {"mo": 1, "q": 3, "y": 12}
 # Regular enough to name the frequency, few enough to cost nothing.
 _ROWS_TO_INFER_FROM = 10_000
@@ -37,10 +49,12 @@ class Panel:
 
     ids: S names, sorted.
     ds: (R,) stamps: `datetime64[us]` in UTC without a zone, or `int64` where the table counts steps.
-    y: (R,) float64 as in the table; NaN where nothing was observed (a gap in the stamps, or a null or NaN in the table).
+    y: (R,) float64 as in the table; NaN where nothing was observed (a gap in the stamps, or a null or NaN in the
+        table).
     observed: (R,) bool.
     offsets: (S + 1,) int64.
-    frequency: the step of the grid: a number and a unit out of ms, s, m, h, d, w, mo, q, y, or i for whole numbers ("1h", "15m", "1i").
+    frequency: the step of the grid: a number and a unit out of ms, s, m, h, d, w, mo, q, y, or i for whole numbers
+        ("1h", "15m", "1i").
     """
 
     ids: tuple[str, ...]
@@ -66,11 +80,12 @@ class Panel:
         """(steps,) stamps that follow the last one of a series."""
         return continue_grid(self.ds[self.rows(series)][-1], self.frequency, steps)
 
-    def aligned(self) -> tuple[NDArray, NDArray[np.float64], NDArray[np.bool_]]:
+    def aligned(self) -> tuple[NDArray[Any], NDArray[np.float64], NDArray[np.bool_]]:
         """The series side by side on the grid from the earliest stamp to the latest.
 
-        Returns ds (T,), y (S, T) and observed (S, T); rows before a series begins and after it ends are NaN and not observed.
-        Raises UserError where two series share the frequency but not the grid (one on the hour, one on the half hour).
+        Returns ds (T,), y (S, T) and observed (S, T); rows before a series begins and after it ends are NaN and not
+        observed. Raises UserError where two series share the frequency but not the grid (one on the hour, one on the
+        half hour).
         """
         first, last = self.ds[self.offsets[:-1]], self.ds[self.offsets[1:] - 1]
         start = int(np.argmin(first))
@@ -80,7 +95,8 @@ class Panel:
         if not fits.all():
             odd = int(np.flatnonzero(~fits)[0])
             raise UserError(
-                f"series {self.ids[odd]!r} begins at {first[odd]}, off the {self.frequency} grid of series {self.ids[start]!r} "
+                f"series {self.ids[odd]!r} begins at {first[odd]}, off the {self.frequency} grid of series "
+                f"{self.ids[start]!r} "
                 f"({int((~fits).sum())} of {len(self)} series): run these series in a job of their own"
             )
         y = np.full((len(self), len(grid)), np.nan)
@@ -104,7 +120,8 @@ class Panel:
 class Windows:
     """Pairs of look-back and horizon, cut from a panel with a stride; ordered by series, then by time.
 
-    A window never crosses from one series into the next. It may contain missing rows: `observed_x` and `observed_target` tell.
+    A window never crosses from one series into the next. It may contain missing rows: `observed_x` and
+    `observed_target` tell.
     """
 
     panel: Panel
@@ -147,7 +164,7 @@ class Windows:
         return self._take(self.panel.observed, slice(None))[:, self.look_back :]
 
     def take(self, which: NDArray[np.int64] | slice) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """A batch: x (n, look_back) and target (n, horizon) of the windows `which`. A slice of neighbours is not copied."""
+        """A batch: x (n, look_back) and target (n, horizon) of the windows `which`; neighbours are not copied."""
         both = self._take(self.panel.y, which)
         return both[:, : self.look_back], both[:, self.look_back :]
 
@@ -156,7 +173,7 @@ class Windows:
         for first in range(0, len(self), size):
             yield self.take(slice(first, first + size))
 
-    def _take(self, flat: NDArray, which: NDArray[np.int64] | slice) -> NDArray:
+    def _take(self, flat: NDArray[Any], which: NDArray[np.int64] | slice) -> NDArray[Any]:
         span = sliding_window_view(flat, self.look_back + self.horizon)
         start = self.start[which]
         if len(start) == 0:
@@ -177,19 +194,21 @@ def panel(
     target_column: str = "y",
     source: str = "the table",
 ) -> Panel:
-    """A long frame on the regular grid of `frequency` (inferred where None: the most common step of the longest series).
+    """A long frame on the regular grid of `frequency` (inferred where None: the most common step of the longest
+    series).
 
-    Rows may come in any order. Stamps are dates, datetimes (with a zone: taken to UTC), ISO strings, or whole numbers that count steps.
-    `id_column=None` takes the whole table as one series named by its target column. A null or NaN target is a missing row.
-    Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a null id or stamp, an infinite target, two
-    rows for one stamp, a frequency that does not fit. `source` is what messages call the table.
+    Rows may come in any order. Stamps are dates, datetimes (with a zone: taken to UTC), ISO strings, or whole numbers
+    that count steps. `id_column=None` takes the whole table as one series named by its target column. A null or NaN
+    target is a missing row. Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a
+    null id or stamp, an infinite target, two rows for one stamp, a frequency that does not fit. `source` is what
+    messages call the table.
     """
     rows = _sorted_rows(frame, id_column, time_column, target_column, source)
     return _grid(_merge([rows]), frequency, source)
 
 
 def read_panel(
-    uris: Sequence[str],
+    uris: str | Sequence[str],
     *,
     frequency: str | None = None,
     id_column: str | None = "unique_id",
@@ -199,33 +218,43 @@ def read_panel(
 ) -> Panel:
     """The panel of many tables (files, partitions), each read once, in this process or in a Ray task of its own.
 
-    A series may lie in several tables. Both executors give equal numbers. With "ray", a running cluster is used (`ray_cluster` starts one).
-    Raises UserError as `panel` does, and where `uris` is empty.
+    A single address stands for its `partitions`. A series may lie in several tables. Both executors give equal numbers;
+    "ray" uses the cluster that this process is in, else starts a local one. Raises UserError as `panel` does.
     """
+    uris = partitions(uris) if isinstance(uris, str) else list(uris)
     if not uris:
         raise UserError("no table to read: name at least one file")
     columns = (id_column, time_column, target_column)
     if executor == "local":
         parts = [_read_rows(uri, *columns) for uri in uris]
     elif executor == "ray":
-        import ray
-
-        # One worker is one core: polars would otherwise start as many threads in each worker as the machine has cores.
-        task = ray.remote(num_cpus=1, runtime_env={"env_vars": {"POLARS_MAX_THREADS": "1"}})(_read_rows)
-        try:
-            parts = ray.get([task.remote(uri, *columns) for uri in uris])
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, UserError):
-                raise UserError(str(error.cause)) from None
-            raise
+        parts = _read_on_ray(uris, columns)
     else:
         raise UserError(f"unknown executor {executor!r}: use 'local' or 'ray'")
     source = uris[0] if len(uris) == 1 else f"the {len(uris)} tables from {uris[0]} to {uris[-1]}"
     return _grid(_merge(parts), frequency, source)
 
 
+def partitions(uri: str) -> list[str]:
+    """The tables that one address stands for: the Parquet files of a folder, the files of a glob, or the address
+    itself.
+
+    Folders whose names carry values (`unique_id=a/`) and Delta tables are read as one table, for a file alone lacks a
+    part of its row.
+    """
+    path = Path(uri)
+    if glob.has_magic(uri) and not path.exists() and "://" not in uri:
+        return sorted(glob.glob(uri, recursive=True)) or [uri]
+    if path.is_dir() and not (path / "_delta_log").is_dir():
+        files = sorted(str(p) for p in path.rglob("*.parquet"))
+        if files and not any("=" in file.removeprefix(uri) for file in files):
+            return files
+    return [uri]
+
+
 def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> Windows:
-    """Every window of `look_back` rows and the `horizon` rows after them; within each series one every `stride` rows, from its first.
+    """Every window of `look_back` rows and the `horizon` rows after them; within each series one every `stride` rows,
+    from its first.
 
     Raises UserError where no series is long enough for one window.
     """
@@ -237,7 +266,8 @@ def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> W
     if total == 0:
         longest = int(np.argmax(panel.lengths))
         raise UserError(
-            f"no series is long enough: a window takes look-back {look_back} + horizon {horizon} = {look_back + horizon} rows, the longest "
+            f"no series is long enough: a window takes look-back {look_back} + horizon {horizon} = "
+            f"{look_back + horizon} rows, the longest "
             f"series, {panel.ids[longest]!r}, has {int(panel.lengths[longest])}: shorten the look-back or the horizon"
         )
     nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -247,24 +277,26 @@ def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> W
 def ray_cluster(workers: int | None = None) -> None:
     """Starts a local Ray cluster of `workers` cores (all where None) unless this process is in one already.
 
-    Local means local: on the loopback address, without dashboard, usage reports or a token file in the home folder. A cluster named by
-    RAY_ADDRESS is joined as it is, with its own authentication.
+    Local means local: on the loopback address, without dashboard, usage reports or a token file in the home folder. A
+    cluster named by RAY_ADDRESS is joined as it is, with its own authentication.
     """
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None:  # Ray reads these when it is imported
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        # Without it Ray replaces the loopback address by the one of the network card.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import ray
 
     if ray.is_initialized():
         return
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False)
+    if address is not None:
+        ray.init(address, log_to_driver=False)
         return
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # Without it Ray replaces the loopback address by the one of the network card.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
 
 
-def continue_grid(stamp: np.datetime64 | np.int64, frequency: str, steps: int) -> NDArray:
+def continue_grid(stamp: Any, frequency: str, steps: int) -> NDArray[Any]:
     """(steps,) stamps of the grid that follow `stamp`: `datetime64[us]`, or `int64` for whole numbers.
 
     Months keep the day and the time; a stamp on the last day of its month stays on last days.
@@ -288,9 +320,10 @@ def continue_grid(stamp: np.datetime64 | np.int64, frequency: str, steps: int) -
 def parse_frequency(frequency: str) -> tuple[int, str]:
     """("15m") -> (15, "m"). Raises UserError for anything that is not a whole positive number and a known unit."""
     match = re.fullmatch(r"(\d*)(ms|s|m|h|d|w|mo|q|y|i)", frequency.strip())
-    if not match or match[1] == "0" * len(match[1]) and match[1]:
+    if not match or (match[1] == "0" * len(match[1]) and match[1]):
         raise UserError(
-            f"unknown frequency {frequency!r}: write a number and a unit, as 15m, 1h, 1d, 1w, 1mo, 1q or 1y (m is minutes, mo is months), "
+            f"unknown frequency {frequency!r}: write a number and a unit, as 15m, 1h, 1d, 1w, 1mo, 1q or 1y (m is "
+            "minutes, mo is months), "
             "or 1i where the time column counts steps"
         )
     return int(match[1] or 1), match[2]
@@ -302,7 +335,7 @@ class _Rows:
 
     ids: tuple[str, ...]
     lengths: NDArray[np.int64]
-    ds: NDArray
+    ds: NDArray[Any]
     y: NDArray[np.float64]
 
 
@@ -312,19 +345,42 @@ def _read_rows(uri: str, id_column: str | None, time_column: str, target_column:
     return _sorted_rows(tables.read(uri), id_column, time_column, target_column, uri)
 
 
+def _read_on_ray(uris: Sequence[str], columns: tuple[str | None, str, str]) -> list[_Rows]:
+    ray_cluster()
+    import ray
+
+    # One worker is one core: polars would otherwise start as many threads in each worker as the machine has cores.
+    task = ray.remote(num_cpus=1, runtime_env={"env_vars": {"POLARS_MAX_THREADS": "1"}})(_read_rows_or_mistake)
+    parts = ray.get([task.remote(uri, *columns) for uri in uris])
+    for mistake in (part for part in parts if isinstance(part, str)):
+        raise UserError(mistake)
+    return [part for part in parts if isinstance(part, _Rows)]
+
+
+def _read_rows_or_mistake(uri: str, id_column: str | None, time_column: str, target_column: str) -> _Rows | str:
+    """A mistake comes back as its message: of exceptions Ray logs tracebacks, and raises whichever came first."""
+    try:
+        return _read_rows(uri, id_column, time_column, target_column)
+    except UserError as mistake:
+        return str(mistake)
+
+
 def _sorted_rows(
     frame: pl.DataFrame, id_column: str | None, time_column: str, target_column: str, source: str
 ) -> _Rows:
     missing = [c for c in (id_column, time_column, target_column) if c is not None and c not in frame.columns]
     if missing:
         raise UserError(
-            f"{source} has no column {', '.join(map(repr, missing))}; it has {', '.join(map(repr, frame.columns[:20]))}: "
+            f"{source} has no column {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, frame.columns[:20]))}: "
             "name the columns for id, time and target"
         )
     if frame.height == 0:
         raise UserError(f"{source} holds no rows: nothing to forecast")
     if not frame.schema[target_column].is_numeric():
-        raise UserError(f"column {target_column!r} of {source} is {frame.schema[target_column]}, not a number: name another target")
+        raise UserError(
+            f"column {target_column!r} of {source} is {frame.schema[target_column]}, not a number: name another target"
+        )
     ids = pl.lit(target_column) if id_column is None else pl.col(id_column).cast(pl.String)
     rows = frame.select(
         ids.alias("unique_id"),
@@ -333,12 +389,15 @@ def _sorted_rows(
     )
     for name, column in (("unique_id", id_column), ("ds", time_column)):
         if empty := rows.get_column(name).null_count():
-            raise UserError(f"{empty} of {rows.height} rows of {source} have no value in column {column!r}: fill or drop them")
+            raise UserError(
+                f"{empty} of {rows.height} rows of {source} have no value in column {column!r}: fill or drop them"
+            )
     infinite = rows.filter(pl.col("y").is_infinite())
     if infinite.height:
         where = infinite.row(0, named=True)
         raise UserError(
-            f"series {where['unique_id']!r} at {where['ds']} has the target {where['y']} ({infinite.height} such rows in {source}): "
+            f"series {where['unique_id']!r} at {where['ds']} has the target {where['y']} ({infinite.height} such "
+            f"rows in {source}): "
             "leave the value empty where nothing was observed"
         )
     rows = rows.sort("unique_id", "ds", maintain_order=True)
@@ -364,7 +423,8 @@ def _stamps(column: pl.Series, source: str) -> pl.Series:
         bad = column.filter(parsed.is_null() & column.is_not_null())
         if len(bad):
             raise UserError(
-                f"column {column.name!r} of {source} holds {bad[0]!r}, not a time stamp ({len(bad)} of {len(column)} rows): "
+                f"column {column.name!r} of {source} holds {bad[0]!r}, not a time stamp ({len(bad)} of {len(column)} "
+                "rows): "
                 "write stamps as 2026-01-31 or 2026-01-31 18:00:00"
             )
         column = parsed
@@ -375,7 +435,10 @@ def _stamps(column: pl.Series, source: str) -> pl.Series:
         return column.cast(pl.Datetime("us"))
     if dtype == pl.Date:
         return column.cast(pl.Datetime("us"))
-    raise UserError(f"column {column.name!r} of {source} is {dtype}, not a date, a datetime or a whole number: name another time column")
+    raise UserError(
+        f"column {column.name!r} of {source} is {dtype}, not a date, a datetime or a whole number: name another time "
+        "column"
+    )
 
 
 def _merge(parts: Sequence[_Rows]) -> _Rows:
@@ -388,7 +451,7 @@ def _merge(parts: Sequence[_Rows]) -> _Rows:
     ds, y = np.concatenate([p.ds for p in parts]), np.concatenate([p.y for p in parts])
     names = [name for part in parts for name in part.ids]
     lengths = np.concatenate([p.lengths for p in parts])
-    if all(a < b for a, b in zip(names, names[1:], strict=False)):
+    if all(a < b for a, b in itertools.pairwise(names)):
         return _Rows(tuple(names), lengths, ds, y)
     ids, rank = np.unique(np.array(names, dtype=object), return_inverse=True)
     by_row = np.repeat(rank, lengths)
@@ -407,7 +470,10 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
     integer = rows.ds.dtype.kind == "i"
     if integer != (unit == "i"):
         what, remedy = ("whole numbers", "1i") if integer else ("dates", "1h or 1d")
-        raise UserError(f"frequency {frequency!r} does not fit: the time column of {source} holds {what}: write a frequency like {remedy}")
+        raise UserError(
+            f"frequency {frequency!r} does not fit: the time column of {source} holds {what}: write a frequency like "
+            f"{remedy}"
+        )
     frequency = f"{count}{unit}"
     # Common case first: every step within every series is the frequency, so the rows are the grid.
     exact = count if unit == "i" else count * _UNITS_US.get(unit, 0)
@@ -421,14 +487,17 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
         off = np.flatnonzero(~fits)
         i = int(off[0])
         raise UserError(
-            f"frequency {frequency} does not fit: series {rows.ids[owner[i]]!r} has a row at {_text(rows.ds[i])}, off the grid that begins "
-            f"at {_text(first[i])} ({len(off)} of {len(rows.ds)} rows of {source}): state the right frequency, or round or drop those rows"
+            f"frequency {frequency} does not fit: series {rows.ids[owner[i]]!r} has a row at {_text(rows.ds[i])}, "
+            "off the grid that begins "
+            f"at {_text(first[i])} ({len(off)} of {len(rows.ds)} rows of {source}): state the right frequency, or "
+            "round or drop those rows"
         )
     lengths = at[offsets[1:] - 1] + 1
     if lengths.sum() > 100 * len(rows.ds) + 1_000_000:
         widest = int(np.argmax(lengths))
         raise UserError(
-            f"frequency {frequency} would make {int(lengths.sum())} rows of the {len(rows.ds)} in {source}: series {rows.ids[widest]!r} alone "
+            f"frequency {frequency} would make {int(lengths.sum())} rows of the {len(rows.ds)} in {source}: series "
+            f"{rows.ids[widest]!r} alone "
             f"spans {int(lengths[widest])} steps: state a longer frequency or drop the stray stamps"
         )
     grid_offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -440,16 +509,19 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
         start = rows.ds[offsets[i]]
         ds[grid_offsets[i]] = start
         ds[grid_offsets[i] + 1 : grid_offsets[i + 1]] = continue_grid(start, frequency, int(lengths[i]) - 1)
-    # The stamps of the table itself: for month ends they may be months' last days where the first stamp's day also exists.
+    # The stamps of the table itself: for month ends they may be months' last days where the first stamp's day also
+    # exists.
     ds[where] = rows.ds
     return _panel(rows.ids, ds, y, grid_offsets, frequency)
 
 
-def _panel(ids: tuple[str, ...], ds: NDArray, y: NDArray[np.float64], offsets: NDArray, frequency: str) -> Panel:
+def _panel(
+    ids: tuple[str, ...], ds: NDArray[Any], y: NDArray[np.float64], offsets: NDArray[Any], frequency: str
+) -> Panel:
     return Panel(ids, ds, y, ~np.isnan(y), offsets.astype(np.int64), frequency)
 
 
-def _refuse_duplicates(rows: _Rows, owner: NDArray, same: NDArray[np.bool_], source: str) -> None:
+def _refuse_duplicates(rows: _Rows, owner: NDArray[Any], same: NDArray[np.bool_], source: str) -> None:
     twice = np.flatnonzero(same & (rows.ds[1:] == rows.ds[:-1]))
     if len(twice):
         i = int(twice[0])
@@ -459,7 +531,7 @@ def _refuse_duplicates(rows: _Rows, owner: NDArray, same: NDArray[np.bool_], sou
         )
 
 
-def _infer_frequency(rows: _Rows, offsets: NDArray, source: str) -> str:
+def _infer_frequency(rows: _Rows, offsets: NDArray[Any], source: str) -> str:
     longest = int(np.argmax(rows.lengths))
     ds = rows.ds[offsets[longest] : offsets[longest + 1]][:_ROWS_TO_INFER_FROM]
     if len(ds) < 2:
@@ -476,10 +548,14 @@ def _infer_frequency(rows: _Rows, offsets: NDArray, source: str) -> str:
     for unit in ("w", "d", "h", "m", "s", "ms"):
         if step % _UNITS_US[unit] == 0:
             return f"{step // _UNITS_US[unit]}{unit}"
-    raise UserError(f"series {rows.ids[longest]!r} in {source} moves in steps of {step} microseconds: the shortest frequency is 1ms")
+    raise UserError(
+        f"series {rows.ids[longest]!r} in {source} moves in steps of {step} microseconds: the shortest frequency is 1ms"
+    )
 
 
-def _position(ds: NDArray, first: NDArray | np.generic, frequency: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _position(
+    ds: NDArray[Any], first: NDArray[Any] | np.generic, frequency: str
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Steps of `frequency` from `first` to each stamp (rounded down), and whether the stamp lies on that grid."""
     count, unit = parse_frequency(frequency)
     if unit in _UNITS_US or unit == "i":
@@ -496,7 +572,7 @@ def _position(ds: NDArray, first: NDArray | np.generic, frequency: str) -> tuple
     return distance // step, fits & (distance % step == 0)
 
 
-def _to_month_end(ds: NDArray) -> NDArray[np.timedelta64]:
+def _to_month_end(ds: NDArray[Any]) -> NDArray[np.timedelta64]:
     """From the day of each stamp to the last day of its month."""
     last_day = (ds.astype("datetime64[M]") + 1).astype("datetime64[D]") - 1
     return last_day - ds.astype("datetime64[D]")

@@ -9,7 +9,9 @@ from connectors.streams.base import Sink, Source
 from connectors.streams.files import FileSink, FileSource, ParquetSink, StdinSource
 
 
-def open_source(address: str, *, columns: Mapping[str, str] | None = None, follow: bool = False) -> Source:
+def open_source(
+    address: str, *, columns: Mapping[str, str | None] | None = None, count_steps: bool = False, follow: bool = False
+) -> Source:
     """`path.csv`, `path.ndjson` (also `.gz`), `-` or `-.csv` (standard input), `kafka://HOST:PORT/TOPIC`.
 
     `follow`: go on when the present end is reached (files); a broker's topic is always followed unless it is False,
@@ -18,12 +20,12 @@ def open_source(address: str, *, columns: Mapping[str, str] | None = None, follo
     if address.startswith("kafka://"):
         from connectors.streams.kafka import KafkaSource
 
-        return KafkaSource(address, columns=columns, follow=follow)
+        return KafkaSource(address, columns=columns, count_steps=count_steps, follow=follow)
     if "://" in address:
         raise UserError(f"cannot read a stream from '{address}': use a file, '-', or kafka://HOST:PORT/TOPIC")
     if address in ("-", "-.csv", "-.ndjson"):
-        return StdinSource("csv" if address.endswith(".csv") else "json", columns=columns)
-    return FileSource(address, columns=columns, follow=follow)
+        return StdinSource("csv" if address.endswith(".csv") else "json", columns=columns, count_steps=count_steps)
+    return FileSource(address, columns=columns, count_steps=count_steps, follow=follow)
 
 
 def open_sink(address: str) -> Sink:

@@ -11,7 +11,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
@@ -57,6 +57,8 @@ Positions = dict[str, Any]
 class Batch:
     records: list[Record]
     dead: list[DeadLetter]
+    sent: list[float] = field(default_factory=list)
+    """When each record was handed to the broker (seconds since 1970), where the source knows."""
 
     def __len__(self) -> int:
         return len(self.records) + len(self.dead)
@@ -71,7 +73,7 @@ class Source(Protocol):
     def poll(self, max_records: int, timeout: float) -> Batch:
         """At most `max_records` lines (good and dead together), in order; waits up to `timeout` seconds for the first.
 
-        A source that has enough records returns exactly `max_records`, so that batches are cut by position, not by time.
+        A source that has enough records returns exactly `max_records`: batches are cut by position, not by time.
         """
 
     def positions(self) -> Positions:
@@ -83,6 +85,9 @@ class Source(Protocol):
 
     def commit(self, positions: Positions) -> None:
         """Tell the outside, for lag displays and retention; correctness never depends on it."""
+
+    def lag(self) -> int | None:
+        """Records that wait, where the source can tell cheaply."""
 
     def close(self) -> None: ...
 
@@ -137,22 +142,22 @@ COLUMNS = {"unique_id": "unique_id", "ds": "ds", "y": "y", "event_id": "event_id
 class Decoder:
     """Turns the lines of one partition into records or dead letters. `columns` maps our names to the source's.
 
-    JSON lines are objects; CSV lines follow `header`. `event_id` is optional in both, `unique_id` in neither.
+    JSON lines are objects; CSV lines follow `header`. `event_id` is optional. A `unique_id` column of None makes all
+    lines one stream, named by its value column. `count_steps`: times are whole numbers that count steps.
     """
 
-    def __init__(self, form: str, columns: Mapping[str, str] | None = None, header: Sequence[str] | None = None):
+    def __init__(self, form: str, columns: Mapping[str, str | None] | None = None, *, count_steps: bool = False):
         self.form = form
-        self.columns = COLUMNS | dict(columns or {})
+        self.columns: dict[str, str | None] = {**COLUMNS, **(columns or {})}
+        self.count_steps = count_steps
         unknown = sorted(set(self.columns) - set(COLUMNS))
         if unknown:
             raise UserError(f"cannot map {unknown}: a stream record has {sorted(COLUMNS)}")
         self.header: list[str] | None = None
-        if header is not None:
-            self.set_header(header)
 
     def set_header(self, header: Sequence[str]) -> None:
         self.header = list(header)
-        missing = [c for n, c in self.columns.items() if n != "event_id" and c not in self.header]
+        missing = [c for n, c in self.columns.items() if n != "event_id" and c is not None and c not in self.header]
         if missing:
             raise UserError(f"the stream has no column {missing}; it has {self.header}")
 
@@ -172,13 +177,13 @@ class Decoder:
                     raise ValueError(f"{len(cells)} cells, the header has {len(self.header)}")
                 fields = dict(zip(self.header, cells, strict=True))
             columns = self.columns
-            name = fields[columns["unique_id"]]
+            name = columns["y"] if columns["unique_id"] is None else fields[columns["unique_id"]]
             if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
                 raise ValueError(f"'{columns['unique_id']}' is not a name")
             event = fields.get(columns["event_id"])
             return Record(
                 str(name),
-                parse_time(fields[columns["ds"]]),
+                int(fields[columns["ds"]]) if self.count_steps else parse_time(fields[columns["ds"]]),
                 parse_value(fields[columns["y"]]),
                 None if event is None else str(event),
                 partition,

@@ -12,7 +12,8 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -69,7 +70,14 @@ class FileSource:
     found again after a restart and read to its end first.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, columns: Mapping[str, str] | None = None, follow: bool = False):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        columns: Mapping[str, str | None] | None = None,
+        count_steps: bool = False,
+        follow: bool = False,
+    ):
         self.path = Path(path)
         self.follow = follow
         self.ended = False
@@ -83,7 +91,7 @@ class FileSource:
             raise UserError(f"'{self.path}' is a folder: name a file")
         if follow and self.path.suffix == ".gz":
             raise UserError(f"cannot follow '{self.path}': a compressed file does not grow by lines")
-        self.decoder = Decoder(form, columns)
+        self.decoder = Decoder(form, columns, count_steps=count_steps)
         self.partition = self.path.name
         self._open(self.path)
 
@@ -185,7 +193,7 @@ class FileSource:
             raise UserError(
                 f"the checkpoint belongs to {sorted(positions)}, not to '{self.partition}': use another checkpoint"
             )
-        candidates = [self.path] + sorted(p for p in self.path.parent.glob(self.path.name + ".*") if p.is_file())
+        candidates = [self.path, *sorted(p for p in self.path.parent.glob(self.path.name + ".*") if p.is_file())]
         for wanted in ("inode", "head"):
             for path in candidates:
                 if self._matches(path, place, wanted):
@@ -214,6 +222,9 @@ class FileSource:
     def commit(self, positions: Positions) -> None:
         return None
 
+    def lag(self) -> int | None:
+        return None
+
     def close(self) -> None:
         self.handle.close()
 
@@ -221,9 +232,16 @@ class FileSource:
 class StdinSource:
     """Lines of standard input (NDJSON, or CSV with a header). It cannot be rewound; it ends with its input."""
 
-    def __init__(self, form: str = "json", *, columns: Mapping[str, str] | None = None, handle: Any = None):
+    def __init__(
+        self,
+        form: str = "json",
+        *,
+        columns: Mapping[str, str | None] | None = None,
+        count_steps: bool = False,
+        handle: Any = None,
+    ):
         self.ended = False
-        self.decoder = Decoder(form, columns)
+        self.decoder = Decoder(form, columns, count_steps=count_steps)
         self.handle = sys.stdin.buffer if handle is None else handle
         self.lines = LineBuffer()
         self.line = 0
@@ -275,8 +293,21 @@ class StdinSource:
     def commit(self, positions: Positions) -> None:
         return None
 
+    def lag(self) -> int | None:
+        return None
+
     def close(self) -> None:
         return None
+
+
+@contextmanager
+def _space_for(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"cannot write '{path}' ({error.strerror or error}): make room or mend the disk and start again; nothing committed is lost"
+        ) from error
 
 
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.fZ"
@@ -335,14 +366,16 @@ class FileSink:
             times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
             text = rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode()
         view = memoryview(text)
-        while view:
-            view = view[os.write(self.handle, view) :]
+        with _space_for(self.path):
+            while view:
+                view = view[os.write(self.handle, view) :]
         self.length += len(text)
         self.written = True
 
     def flush(self) -> Any:
         if self.written:
-            os.fsync(self.handle)
+            with _space_for(self.path):
+                os.fsync(self.handle)
             self.written = False
         return self.length
 
@@ -378,8 +411,7 @@ class ParquetSink:
         files = self._files()
         if receipt is None and files:
             raise UserError(
-                f"'{self.path}' already holds {len(files)} files of another run: choose another output, "
-                "or use its checkpoint"
+                f"'{self.path}' already holds {len(files)} files of another run: choose another output, or use its checkpoint"
             )
         numbers = [int(p.stem.removeprefix("part-")) for p in files]
         if sorted(n for n in numbers if n < self.next) != list(range(self.next)):
@@ -401,12 +433,13 @@ class ParquetSink:
         if self.rows:
             name = f"part-{self.next:010d}.parquet"
             temporary = self.path / f".{name}"
-            # Statistics and strong compression cost more time than they save on short files.
-            pl.concat(self.rows).write_parquet(temporary, compression="lz4", statistics=False)
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / name)
-            sync_folder(self.path)
+            with _space_for(self.path):
+                # Statistics and strong compression cost more time than they save on short files.
+                pl.concat(self.rows).write_parquet(temporary, compression="lz4", statistics=False)
+                with open(temporary, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(temporary, self.path / name)
+                sync_folder(self.path)
             self.rows = []
             self.next += 1
         return self.next

@@ -1,7 +1,9 @@
-"""The forecaster as MLflow loads it: this file is copied beside the weights and executed (models from code), never imported.
+"""The forecaster as MLflow loads it: this file is copied beside the weights and executed (models from code), never
+imported.
 
-Context in, forecast out: a long frame (`unique_id, ds, y`, where `y` may be empty) is read by a fresh memory from its first row to its last,
-and the forecast continues each series. No call leaves anything behind; a memory that lives on is the streaming service's.
+Context in, forecast out: a long frame (`unique_id, ds, y`, where `y` may be empty) is read by a fresh memory from its
+first row to its last, and the forecast continues each series. No call leaves anything behind; a memory that lives on
+is the streaming service's.
 """
 
 import mlflow
@@ -15,14 +17,18 @@ class RegisteredForecaster(PythonModel):
 
         self.forecaster = load_forecaster(context.artifacts["weights"], context.artifacts["config"])
 
-    def predict(self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None) -> pd.DataFrame:
+    def predict(
+        self, context: PythonModelContext, model_input: pd.DataFrame, params: dict | None = None
+    ) -> pd.DataFrame:
         import polars as pl
 
         from pipelines.forecasting.job import forecast_frame
 
         params = params or {}
         frame = pl.from_pandas(model_input, nan_to_null=True)
-        forecast = forecast_frame(self.forecaster, frame, horizon=params.get("horizon"), quantiles=params.get("quantiles"))
+        forecast = forecast_frame(
+            self.forecaster, frame, horizon=params.get("horizon"), quantiles=params.get("quantiles")
+        )
         return forecast.to_pandas()
 
 

@@ -14,65 +14,71 @@ stream never depends on which others share its worker. Verdicts:
 
 from __future__ import annotations
 
+import calendar
 import math
 import re
 from collections import deque
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
-import polars as pl
 
 from connectors.errors import UserError
 from connectors.streams.base import Record
+from pipelines.windows import continue_grid, parse_frequency
 
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 SECOND = 1_000_000
 DAY = 86_400 * SECOND
-UNITS = {
-    "us": 1,
-    "ms": 1_000,
-    "s": SECOND,
-    "m": 60 * SECOND,
-    "h": 3_600 * SECOND,
-    "d": DAY,
-    "w": 7 * DAY,
-}
+UNITS = {"ms": 1_000, "s": SECOND, "m": 60 * SECOND, "h": 3_600 * SECOND, "d": DAY, "w": 7 * DAY}
 CALENDAR = {"mo": 1, "q": 3, "y": 12}
 
 
 @dataclass(frozen=True)
 class Frequency:
-    """The step of a stream: a fixed length (`15m`, `1h`, `1d`, `1w`) or calendar months (`1mo`, `1q`, `1y`)."""
+    """The step of a stream: a fixed length (`15m`, `1h`, `1d`, `1w`), calendar months (`1mo`, `1q`, `1y`), or whole
+    numbers (`1i`: the time column counts steps). Times are int64 microseconds in UTC, or those whole numbers."""
 
     text: str
     length: int
-    """Microseconds; for calendar steps the shortest such step."""
+    """In the unit of the times; for calendar steps the shortest such step."""
     months: int
-    """0 for fixed steps."""
+    """0 unless the step is counted in months."""
 
     @classmethod
     def parse(cls, text: str) -> Frequency:
-        found = re.fullmatch(r"(\d*)(us|ms|mo|[smhdwqy])", text.strip())
-        count = int(found[1] or 1) if found else 0
-        if not found or count < 1:
-            raise UserError(f"'{text}' is no frequency: use for instance 15m, 1h, 1d, 1w, 1mo")
-        if found[2] in CALENDAR:
-            months = count * CALENDAR[found[2]]
-            return cls(text, months * 28 * DAY, months)
-        return cls(text, count * UNITS[found[2]], 0)
+        count, unit = parse_frequency(text)
+        months = count * CALENDAR.get(unit, 0)
+        return cls(f"{count}{unit}", months * 28 * DAY if months else count * UNITS.get(unit, 1), months)
 
-    def after(self, ds: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """Times `steps` (any shape that broadcasts) after `ds` (int64 microseconds UTC)."""
+    @property
+    def counts(self) -> bool:
+        """The time column counts steps and holds no dates."""
+        return self.text.endswith("i")
+
+    def after(self, ds: np.ndarray, steps: int) -> np.ndarray:
+        """(B,) times -> (B, steps): the grid that follows each of them."""
         if not self.months:
-            return ds + steps * self.length
-        ds, steps = np.broadcast_arrays(ds, steps)
-        out = np.empty(ds.shape, dtype=np.int64)
-        for step in np.unique(steps):  # polars keeps the day of the month, and its end (31 Jan + 1mo = 28 Feb)
-            here = steps == step
-            moved = pl.Series(ds[here]).cast(pl.Datetime("us")).dt.offset_by(f"{int(step) * self.months}mo")
-            out[here] = moved.cast(pl.Int64).to_numpy()
-        return out
+            return ds[:, None] + np.arange(1, steps + 1) * self.length
+        times, which = np.unique(ds, return_inverse=True)
+        grid = [continue_grid(np.datetime64(int(t), "us"), self.text, steps).astype(np.int64) for t in times]
+        return np.array(grid).reshape(-1, steps)[which]
+
+    def before(self, ds: np.ndarray, steps: int) -> np.ndarray:
+        """(B,) times -> (B, steps): the grid that leads up to each of them, earliest first."""
+        if not self.months:
+            return ds[:, None] - np.arange(steps, 0, -1) * self.length
+        starts = []
+        for time in ds:
+            moment = _moment(int(time))
+            month = moment.year * 12 + moment.month - 1 - (steps + 1) * self.months
+            # A month end leads back to month ends; the 29th to 31st of other months to the last day there is.
+            last = calendar.monthrange(month // 12, month % 12 + 1)[1]
+            day = last if _is_month_end(moment) else min(moment.day, last)
+            start = moment.replace(year=month // 12, month=month % 12 + 1, day=day)
+            starts.append((start - EPOCH) // timedelta(microseconds=1))
+        return self.after(np.array(starts, dtype=np.int64), steps)
 
     def between(self, earlier: int, later: int) -> int | None:
         """Whole steps from `earlier` to `later`; None when `later` is not on the grid that `earlier` lies on."""
@@ -80,29 +86,28 @@ class Frequency:
             steps, rest = divmod(later - earlier, self.length)
             return None if rest else steps
         a, b = _moment(earlier), _moment(later)
-        months = (b.year - a.year) * 12 + b.month - a.month
-        if months % self.months:
+        steps, rest = divmod((b.year - a.year) * 12 + b.month - a.month, self.months)
+        if rest:
             return None
-        expected = int(self.after(np.array([earlier]), np.array([months // self.months]))[0])
-        # A month end clipped before (28 Feb after 31 Jan) may return to the 31st.
-        same = expected == later or (_is_month_end(a) and _is_month_end(b) and a.time() == b.time())
-        return months // self.months if same else None
+        if _is_month_end(a) and _is_month_end(b):
+            return steps if a.time() == b.time() else None
+        return steps if (a.day, a.time()) == (b.day, b.time()) else None
 
 
 def _moment(ds: int) -> datetime:
-    return datetime.fromtimestamp(ds // SECOND, UTC).replace(microsecond=ds % SECOND)
+    return EPOCH + timedelta(microseconds=ds)
 
 
 def _is_month_end(moment: datetime) -> bool:
-    return datetime.fromtimestamp(moment.timestamp() + 86_400, UTC).day == 1
+    return (moment + timedelta(days=1)).day == 1
 
 
 def parse_duration(text: str) -> int:
-    """Microseconds of `5m`, `1h`, `0s`."""
-    found = re.fullmatch(r"(\d+)(us|ms|[smhdw])", text.strip())
+    """Microseconds of `5m`, `1h`, `0s`; steps of `3i` for times that count steps."""
+    found = re.fullmatch(r"(\d+)(ms|[smhdwi])", text.strip())
     if not found:
         raise UserError(f"'{text}' is no duration: use for instance 30s, 5m, 1h, 1d")
-    return int(found[1]) * UNITS[found[2]]
+    return int(found[1]) * UNITS.get(found[2], 1)
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,7 @@ class EventTime:
     grace: int = 0
     """Microseconds an event may come behind the newest one and still be put in its place."""
     max_jump: int | None = None
-    """Microseconds a clock may jump ahead at once; None: a day, or 16 steps if that is more."""
+    """Microseconds a clock may jump ahead at once; None: a day, or 16 steps if that is more (1000 steps of `i`)."""
     conflict: str = "reject"
     """`reject`: the first value stays. `last`: a waiting event takes the newer value (a correction)."""
     remember: int = 16
@@ -127,7 +132,9 @@ class EventTime:
 
     @property
     def jump(self) -> int:
-        return max(DAY, 16 * self.frequency.length) if self.max_jump is None else self.max_jump
+        if self.max_jump is not None:
+            return self.max_jump
+        return 1000 * self.frequency.length if self.frequency.counts else max(DAY, 16 * self.frequency.length)
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -75,7 +75,7 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
         tables.read(tmp_path / "t.xlsx")
     with pytest.raises(UserError, match="cannot write"):
         tables.write(FRAME, tmp_path / "t.xlsx")
-    with pytest.raises(UserError, match="folder .* does not exist"):
+    with pytest.raises(UserError, match=r"folder .* does not exist"):
         tables.write(FRAME, tmp_path / "nowhere" / "t.csv")
     with pytest.raises(UserError, match="cannot read"):
         tables.read("postgresql://127.0.0.1:1/db#t")

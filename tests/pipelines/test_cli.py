@@ -15,7 +15,9 @@ COMMANDS = ["demo", "train", "backtest", "forecast", "stream", "doctor", "models
 
 
 def tethys(*words: str, cwd=None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "pipelines.cli", *words], capture_output=True, text=True, timeout=120, cwd=cwd)
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines.cli", *words], capture_output=True, text=True, timeout=120, cwd=cwd
+    )
 
 
 def test_help_imports_no_heavy_library():
@@ -62,13 +64,20 @@ def test_a_message_of_several_lines_is_folded_into_one(monkeypatch, capsys):
 class Result:
     run: str = "abc"
     plot: str | None = None
-    leaderboard: list[dict] = field(default_factory=lambda: [{"model": "ridge", "mae": 0.123456}, {"model": "ours", "mae": 0.1}])
+    leaderboard: list[dict] = field(
+        default_factory=lambda: [{"model": "ridge", "mae": 0.123456}, {"model": "ours", "mae": 0.1}]
+    )
 
 
 def test_results_are_a_table_for_people_and_one_document_for_programs(capsys):
     cli._show(Result(), as_json=False)
     table = capsys.readouterr().out
-    assert [line.split() for line in table.splitlines()] == [["model", "mae"], ["ridge", "0.1235"], ["ours", "0.1"], ["run", "abc"]]
+    assert [line.split() for line in table.splitlines()] == [
+        ["model", "mae"],
+        ["ridge", "0.1235"],
+        ["ours", "0.1"],
+        ["run", "abc"],
+    ]
     assert "\x1b[" not in table
     cli._show(Result(), as_json=True)
     assert json.loads(capsys.readouterr().out)["leaderboard"][0]["mae"] == 0.123456

@@ -74,14 +74,17 @@ def test_off_grid_is_refused() -> None:
 def test_frequencies() -> None:
     month = Frequency.parse("1mo")
     jan, feb, mar = (parse_time(f"2024-{d}") for d in ("01-31", "02-29", "03-31"))
-    assert month.after(np.array([jan]), np.array([1, 2])).tolist() == [feb, mar]
+    assert month.after(np.array([jan, jan]), 2).tolist() == [[feb, mar]] * 2
     assert month.between(jan, mar) == 2 and month.between(feb, mar) == 1
     assert month.between(jan, parse_time("2024-03-30")) is None
-    assert Frequency.parse("15m").after(np.array([[START]]), np.array([1, 4])).tolist() == [
-        [START + 15 * MINUTE, START + 60 * MINUTE]
-    ]
+    assert month.between(parse_time("2024-01-15"), parse_time("2024-04-15")) == 3
+    assert Frequency.parse("1q").between(jan, feb) is None
+    assert Frequency.parse("15m").after(np.array([START]), 2).tolist() == [[START + 15 * MINUTE, START + 30 * MINUTE]]
+    assert month.before(np.array([mar]), 2).tolist() == [[jan, feb]]
+    assert Frequency.parse("15m").before(np.array([START]), 2).tolist() == [[START - 30 * MINUTE, START - 15 * MINUTE]]
+    assert Frequency.parse("2i").after(np.array([5]), 2).tolist() == [[7, 9]]
     assert parse_duration("5m") == 5 * MINUTE
-    for bad in ("", "x", "0h", "5"):
+    for bad in ("", "x", "0h"):
         with pytest.raises(UserError):
             Frequency.parse(bad)
     with pytest.raises(UserError):

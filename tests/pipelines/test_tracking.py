@@ -58,7 +58,8 @@ def test_processes_that_begin_at_once_on_a_fresh_store_all_work(tmp_path):
         "print(store.experiment_id)"
     )
     started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     ended = [(*process.communicate(timeout=120), process.returncode) for process in started]
     assert [code for *_, code in ended] == [0, 0], ended
@@ -110,7 +111,10 @@ def test_a_forecaster_is_found_by_alias_in_another_process(store, weights, frame
     listed = tracking.list_models(store.uri)
     assert listed == [{"name": "sales", "latest": 2, "aliases": {"challenger": 2, "champion": 1}}]
     shown = tracking.show_model("sales", store.uri)
-    assert [(v["version"], v["aliases"], v["metrics"]) for v in shown] == [(2, ["challenger"], {"mae": 0.5}), (1, ["champion"], {"mae": 0.5})]
+    assert [(v["version"], v["aliases"], v["metrics"]) for v in shown] == [
+        (2, ["challenger"], {"mae": 0.5}),
+        (1, ["champion"], {"mae": 0.5}),
+    ]
 
 
 def test_an_unknown_model_version_or_alias_is_told_what_exists(store, weights, frame):

@@ -94,7 +94,12 @@ def wrong_tables():
     yield "frequency of another kind", good, {"frequency": "1i"}, "the time column of the table holds dates"
     yield "one row each", good[:1], {}, "state the frequency"
     yield "null stamp", good.with_columns(pl.lit(None, pl.Datetime).alias("ds")), {}, "4 of 4 rows .* column 'ds'"
-    yield "infinite", good.with_columns(pl.lit(float("inf")).alias("y")), {}, "'a' at 2026-01-01 00:00:00 has the target"
+    yield (
+        "infinite",
+        good.with_columns(pl.lit(float("inf")).alias("y")),
+        {},
+        "'a' at 2026-01-01 00:00:00 has the target",
+    )
     yield "text target", good.with_columns(pl.lit("x").alias("y")), {}, "is String, not a number"
     yield "text stamp", good.with_columns(pl.lit("soon").alias("ds")), {}, r"holds 'soon', not a time stamp \(4 of 4"
 
@@ -163,7 +168,7 @@ def test_frequencies():
 
 @pytest.fixture
 def partitions(tmp_path):
-    """Three tables: series b lies in two of them, rows are in order of time and not of series, one target is missing."""
+    """Three tables: series b lies in two of them, rows in order of time and not of series, one target missing."""
     b = hourly("b", 40, scale=2)
     tables = [
         pl.concat([hourly("c", 30), b[20:]]).sort("ds"),
@@ -201,6 +206,15 @@ def test_ray_gives_equal_numbers_in_equal_order(partitions):
     np.testing.assert_array_equal(a.origin, b.origin)
     with pytest.raises(UserError, match=r"part-0\.parquet has no column 'z'"):
         read_panel(partitions, target_column="z", executor="ray")
+
+
+def test_a_folder_and_a_glob_stand_for_their_files(partitions, tmp_path):
+    assert equal(read_panel(str(tmp_path)), read_panel(partitions))
+    assert equal(read_panel(str(tmp_path / "part-*.parquet")), read_panel(partitions))
+    hourly("a", 3).drop("unique_id").write_parquet(tmp_path / "hive" / "unique_id=a" / "0.parquet", mkdir=True)
+    assert read_panel(str(tmp_path / "hive")).ids == ("a",)
+    with pytest.raises(UserError, match="no file matches"):
+        read_panel(str(tmp_path / "none-*.csv"))
 
 
 def test_no_table_and_no_such_executor():

@@ -1,0 +1,355 @@
+// The operators of torch.ops.tethys_native, through torch's stable ABI: one library serves every later torch.
+// Outputs are allocated by the caller (kernels/native/__init__.py) and written here, so that nothing but pointers crosses.
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include "core.h"
+
+using torch::stable::Tensor;
+using Maybe = std::optional<Tensor>;
+using namespace tethys;
+
+#if defined(__x86_64__)
+extern const Core core16, core8, core4;
+static const Core* const kCores[] = {&core16, &core8, &core4};
+static bool supported(const Core& c) {
+  if (c.width == 16) return __builtin_cpu_supports("x86-64-v4");
+  if (c.width == 8) return __builtin_cpu_supports("x86-64-v3");
+  return true;
+}
+#else
+extern const Core core4;
+static const Core* const kCores[] = {&core4};
+static bool supported(const Core&) { return true; }
+#endif
+
+static const Core* choose(int64_t width) {
+  for (const Core* c : kCores)
+    if (supported(*c) && (width == 0 || c->width == width)) return c;
+  return nullptr;
+}
+
+static const Core* g_core = choose(0);
+
+// Widest vectors the processor has, or the named width; returns the width chosen, 0 if this processor lacks it.
+static int64_t select_width(int64_t width) {
+  const Core* c = choose(width);
+  if (c) g_core = c;
+  return c ? c->width : 0;
+}
+
+static std::string sources() { return TETHYS_SOURCES; }
+
+static double fma_flops(int64_t repeats) { return g_core->fma(repeats); }
+
+static void check(const Tensor& t, const char* name, int64_t dims, torch::headeronly::ScalarType type = torch::headeronly::ScalarType::Float) {
+  STD_TORCH_CHECK(t.scalar_type() == type, "tethys_native: ", name, " has the wrong dtype");
+  STD_TORCH_CHECK(t.is_cpu(), "tethys_native: ", name, " is not on the CPU");
+  STD_TORCH_CHECK(t.dim() == dims, "tethys_native: ", name, " has ", t.dim(), " dimensions, expected ", dims);
+}
+
+static Rows rows(const Tensor& t, const char* name, int64_t B, int64_t H, int64_t T, int64_t d) {
+  check(t, name, 4);
+  STD_TORCH_CHECK(t.size(0) == B && t.size(1) == H && t.size(2) == T && t.size(3) == d, "tethys_native: ", name, " must be (", B, ", ", H,
+                  ", ", T, ", ", d, "), found (", t.size(0), ", ", t.size(1), ", ", t.size(2), ", ", t.size(3), ")");
+  STD_TORCH_CHECK(d == 1 || t.stride(3) == 1, "tethys_native: the last dimension of ", name, " must have stride 1");
+  return {(float*)t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+static Gate gate(const Maybe& t, const char* name, int64_t B, int64_t H, int64_t T, int64_t L) {
+  if (!t) return {};
+  check(*t, name, L ? 4 : 3);
+  STD_TORCH_CHECK(t->size(0) == B && t->size(1) == H && t->size(2) == T && (!L || t->size(3) == L), "tethys_native: ", name,
+                  " must have one number a stream, head and token", L ? " and memory layer" : "");
+  return {(float*)t->data_ptr(), t->stride(0), t->stride(1), t->stride(2), L ? t->stride(3) : 0};
+}
+
+static float* block(const Tensor& t, const char* name, int64_t a, int64_t b, int64_t c, int64_t d) {
+  check(t, name, 4);
+  STD_TORCH_CHECK(t.size(0) == a && t.size(1) == b && t.size(2) == c && t.size(3) == d && t.is_contiguous(), "tethys_native: ", name,
+                  " must be contiguous and (", a, ", ", b, ", ", c, ", ", d, ")");
+  return (float*)t.data_ptr();
+}
+
+static Mask mask(const Maybe& t, int64_t B, int64_t T) {
+  if (!t) return {};
+  check(*t, "write", 2, torch::headeronly::ScalarType::Bool);
+  STD_TORCH_CHECK(t->size(0) == B && t->size(1) == T, "tethys_native: write must be (B, T)");
+  return {(const uint8_t*)t->data_ptr(), t->stride(0), t->stride(1)};
+}
+
+template <class F>
+static void over_memories(int64_t n, F f) { // one memory is one unit of work; torch's own thread count holds
+  if (torch::stable::get_num_threads() == 1) f(0, n);
+  else torch::stable::parallel_for(0, n, 1, f);
+}
+
+static float* room(const Tensor& t, const char* name, size_t floats) {
+  check(t, name, 1);
+  STD_TORCH_CHECK((size_t)t.numel() >= floats, "tethys_native: ", name, " holds ", t.numel(), " numbers, needs ", floats);
+  return (float*)t.data_ptr();
+}
+
+static LinearCall linear_call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& theta, const Maybe& eta, const Maybe& alpha,
+                              const Maybe& write, int64_t chunk, bool before) {
+  LinearCall c{};
+  check(v, "v", 4);
+  check(k, "k", 4);
+  c.B = v.size(0), c.H = v.size(1), c.T = v.size(2), c.dv = v.size(3), c.dk = k.size(3);
+  c.chunk = chunk, c.read_before = before;
+  STD_TORCH_CHECK(chunk > 0, "tethys_native: chunk must be positive");
+  c.q = rows(q, "q", c.B, c.H, c.T, c.dk), c.k = rows(k, "k", c.B, c.H, c.T, c.dk), c.v = rows(v, "v", c.B, c.H, c.T, c.dv);
+  c.theta = gate(theta, "theta", c.B, c.H, c.T, 0), c.eta = gate(eta, "eta", c.B, c.H, c.T, 0);
+  c.alpha = gate(alpha, "alpha", c.B, c.H, c.T, 0);
+  c.write = mask(write, c.B, c.T);
+  return c;
+}
+
+static int64_t linear_saved(int64_t T, int64_t dk, int64_t dv, int64_t chunk) {
+  LinearCall c{};
+  c.T = T, c.dk = dk, c.dv = dv, c.chunk = chunk;
+  return (int64_t)g_core->linear_saved(c);
+}
+
+static void linear_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor W, Tensor S, Tensor y,
+                           Tensor W_out, Tensor S_out, Maybe saved, int64_t chunk, bool before) {
+  LinearCall c = linear_call(q, k, v, theta, eta, alpha, write, chunk, before);
+  c.y = rows(y, "y", c.B, c.H, c.T, c.dv);
+  c.W = block(W, "W", c.B, c.H, c.dv, c.dk), c.S = block(S, "S", c.B, c.H, c.dv, c.dk);
+  c.W_out = block(W_out, "W_out", c.B, c.H, c.dv, c.dk), c.S_out = block(S_out, "S_out", c.B, c.H, c.dv, c.dk);
+  if (saved) c.saved = room(*saved, "saved", c.B * c.H * g_core->linear_saved(c));
+  auto run = c.T == 1 && !saved ? g_core->linear_step : g_core->linear_forward;
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { run(c, a, b); });
+}
+
+static void linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor saved, Tensor dy,
+                            Tensor dW_out, Tensor dS_out, Tensor dq, Tensor dk, Tensor dv, Tensor dtheta, Maybe deta, Maybe dalpha, Tensor dW,
+                            Tensor dS, int64_t chunk, bool before) {
+  LinearCall c = linear_call(q, k, v, theta, eta, alpha, write, chunk, before);
+  STD_TORCH_CHECK(eta.has_value() == deta.has_value() && alpha.has_value() == dalpha.has_value(), "tethys_native: a gate lacks its gradient");
+  c.saved = room(saved, "saved", c.B * c.H * g_core->linear_saved(c));
+  c.dy = rows(dy, "dy", c.B, c.H, c.T, c.dv), c.dq = rows(dq, "dq", c.B, c.H, c.T, c.dk);
+  c.dkey = rows(dk, "dk", c.B, c.H, c.T, c.dk), c.dval = rows(dv, "dv", c.B, c.H, c.T, c.dv);
+  c.dtheta = gate(dtheta, "dtheta", c.B, c.H, c.T, 0), c.deta = gate(deta, "deta", c.B, c.H, c.T, 0);
+  c.dalpha = gate(dalpha, "dalpha", c.B, c.H, c.T, 0);
+  c.dW_out = block(dW_out, "dW_out", c.B, c.H, c.dv, c.dk), c.dS_out = block(dS_out, "dS_out", c.B, c.H, c.dv, c.dk);
+  c.dW = block(dW, "dW", c.B, c.H, c.dv, c.dk), c.dS = block(dS, "dS", c.B, c.H, c.dv, c.dk);
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->linear_backward(c, a, b); });
+}
+
+static const float* heads(const Maybe& t, const char* name, int64_t H, int64_t a, int64_t b) {
+  if (!t) return nullptr;
+  check(*t, name, b ? 3 : 2);
+  STD_TORCH_CHECK(t->is_contiguous() && t->size(0) == H && t->size(1) == a && (!b || t->size(2) == b), "tethys_native: ", name,
+                  " has the wrong shape or is not contiguous");
+  return (const float*)t->data_ptr();
+}
+
+// state: W1, W2, S1, S2, A1, A2, each contiguous (B, H, out, in).
+static DeepCall deep_call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& theta, const Maybe& eta, const Maybe& alpha,
+                          const Maybe& write, const Tensor& phase, const Maybe& init1, const Maybe& init2, const Maybe& scale,
+                          const Maybe& shift, int64_t h, int64_t chunk, int64_t read, bool norm, bool residual, double eps) {
+  DeepCall c{};
+  check(v, "v", 4);
+  check(k, "k", 4);
+  c.B = v.size(0), c.H = v.size(1), c.T = v.size(2), c.dout = v.size(3), c.din = k.size(3), c.h = h;
+  c.chunk = chunk, c.read = (int)read, c.norm = norm, c.residual = residual, c.eps = (float)eps;
+  STD_TORCH_CHECK(chunk > 0 && c.T > 0, "tethys_native: chunk and T must be positive");
+  STD_TORCH_CHECK(!residual || c.din == c.dout, "tethys_native: a residual memory needs d_in == d_out");
+  c.q = rows(q, "q", c.B, c.H, c.T, c.din), c.k = rows(k, "k", c.B, c.H, c.T, c.din), c.v = rows(v, "v", c.B, c.H, c.T, c.dout);
+  c.theta = gate(theta, "theta", c.B, c.H, c.T, 2), c.eta = gate(eta, "eta", c.B, c.H, c.T, 2);
+  c.alpha = gate(alpha, "alpha", c.B, c.H, c.T, 2);
+  c.shared = c.theta.l == 0 && (!eta || c.eta.l == 0) && (!alpha || c.alpha.l == 0);
+  c.write = mask(write, c.B, c.T);
+  check(phase, "phase", 1, torch::headeronly::ScalarType::Long);
+  STD_TORCH_CHECK(phase.size(0) == c.B && phase.is_contiguous(), "tethys_native: phase must be (B,)");
+  c.phase = (const int64_t*)phase.data_ptr();
+  for (int64_t b = 0; b < c.B; ++b)
+    STD_TORCH_CHECK(c.phase[b] >= 0 && c.phase[b] < chunk, "phase must lie in [0, chunk): found ", c.phase[b], " with chunk ", chunk,
+                    "; was the state made with another chunk?");
+  c.init[0] = heads(init1, "init[0]", c.H, h, c.din), c.init[1] = heads(init2, "init[1]", c.H, c.dout, h);
+  STD_TORCH_CHECK(!c.init[0] == !c.init[1], "tethys_native: init needs both layers");
+  c.scale = heads(scale, "affine[0]", c.H, c.dout, 0), c.shift = heads(shift, "affine[1]", c.H, c.dout, 0);
+  STD_TORCH_CHECK(!c.scale == !c.shift, "tethys_native: affine needs scale and shift");
+  return c;
+}
+
+static void deep_blocks(float** to, const std::vector<Tensor>& state, int64_t first, const char* name, const DeepCall& c) {
+  to[0] = block(state[first], name, c.B, c.H, c.h, c.din), to[1] = block(state[first + 1], name, c.B, c.H, c.dout, c.h);
+}
+
+// Blocks of the stream that has most: what `saved` must hold room for.
+static int64_t deep_count(Tensor phase, Maybe write, int64_t T, int64_t chunk) {
+  DeepCall c{};
+  c.B = phase.size(0), c.T = T, c.chunk = chunk;
+  c.phase = (const int64_t*)phase.data_ptr();
+  c.write = mask(write, c.B, T);
+  return g_core->deep_count(c);
+}
+
+static int64_t deep_saved(int64_t din, int64_t dout, int64_t h) {
+  DeepCall c{};
+  c.din = din, c.dout = dout, c.h = h;
+  return (int64_t)g_core->deep_saved(c);
+}
+
+static void deep_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor phase, Maybe init1,
+                         Maybe init2, Maybe scale, Maybe shift, std::vector<Tensor> state, Tensor y, std::vector<Tensor> out, Maybe saved,
+                         int64_t blocks, int64_t chunk, int64_t read, bool norm, bool residual, double eps) {
+  STD_TORCH_CHECK(state.size() == 6 && out.size() == 6, "tethys_native: state is W1, W2, S1, S2, A1, A2");
+  DeepCall c = deep_call(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, state[0].size(2), chunk, read, norm, residual, eps);
+  c.y = rows(y, "y", c.B, c.H, c.T, c.dout);
+  deep_blocks((float**)c.W, state, 0, "W", c), deep_blocks((float**)c.S, state, 2, "S", c), deep_blocks((float**)c.A, state, 4, "anchor", c);
+  deep_blocks(c.W_out, out, 0, "W", c), deep_blocks(c.S_out, out, 2, "S", c), deep_blocks(c.A_out, out, 4, "anchor", c);
+  c.blocks = blocks;
+  if (saved) c.saved = room(*saved, "saved", c.B * c.H * blocks * g_core->deep_saved(c));
+  auto run = c.T == 1 && !saved ? g_core->deep_step : g_core->deep_forward;
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { run(c, a, b); });
+}
+
+// dstate: gradients of the six outputs; grads: dq, dk, dv, dtheta, [deta], [dalpha] then six of the state, then [dinit1, dinit2] (a stream
+// each), then [dscale, dshift] (a stream each).
+static void deep_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor phase, Maybe init1,
+                          Maybe init2, Maybe scale, Maybe shift, std::vector<Tensor> anchor, Tensor saved, int64_t blocks, Tensor dy,
+                          std::vector<Tensor> dstate, Tensor dq, Tensor dk, Tensor dv, Tensor dtheta, Maybe deta, Maybe dalpha,
+                          std::vector<Tensor> grads, int64_t chunk, int64_t read, bool norm, bool residual, double eps) {
+  STD_TORCH_CHECK(anchor.size() == 2 && dstate.size() == 6 && grads.size() == (size_t)(6 + (init1 ? 2 : 0) + (scale ? 2 : 0)),
+                  "tethys_native: wrong number of states or gradients");
+  DeepCall c = deep_call(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, anchor[0].size(2), chunk, read, norm, residual, eps);
+  deep_blocks((float**)c.A, anchor, 0, "anchor", c);
+  c.blocks = blocks;
+  c.saved = room(saved, "saved", c.B * c.H * blocks * g_core->deep_saved(c));
+  c.dy = rows(dy, "dy", c.B, c.H, c.T, c.dout), c.dq = rows(dq, "dq", c.B, c.H, c.T, c.din);
+  c.dkey = rows(dk, "dk", c.B, c.H, c.T, c.din), c.dval = rows(dv, "dv", c.B, c.H, c.T, c.dout);
+  STD_TORCH_CHECK(eta.has_value() == deta.has_value() && alpha.has_value() == dalpha.has_value(), "tethys_native: a gate lacks its gradient");
+  c.dtheta = gate(dtheta, "dtheta", c.B, c.H, c.T, 2), c.deta = gate(deta, "deta", c.B, c.H, c.T, 2);
+  c.dalpha = gate(dalpha, "dalpha", c.B, c.H, c.T, 2);
+  deep_blocks((float**)c.dW_out, dstate, 0, "dW", c), deep_blocks((float**)c.dS_out, dstate, 2, "dS", c);
+  deep_blocks((float**)c.dA_out, dstate, 4, "danchor", c);
+  deep_blocks(c.dW, grads, 0, "dW", c), deep_blocks(c.dS, grads, 2, "dS", c), deep_blocks(c.dA, grads, 4, "danchor", c);
+  size_t at = 6;
+  if (init1) deep_blocks(c.dinit, grads, at, "dinit", c), at += 2;
+  if (scale) {
+    check(grads[at], "dscale", 3);
+    check(grads[at + 1], "dshift", 3);
+    STD_TORCH_CHECK(grads[at].numel() == c.B * c.H * c.dout && grads[at].is_contiguous() && grads[at + 1].numel() == c.B * c.H * c.dout &&
+                        grads[at + 1].is_contiguous(), "tethys_native: dscale and dshift must be contiguous (B, H, dout)");
+    c.dscale = (float*)grads[at].data_ptr(), c.dshift = (float*)grads[at + 1].data_ptr();
+  }
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->deep_backward(c, a, b); });
+}
+
+static const float* dense(const Tensor& t, const char* name, int64_t floats) {
+  check(t, name, t.dim());
+  STD_TORCH_CHECK(t.is_contiguous() && t.numel() == floats, "tethys_native: ", name, " must be contiguous and hold ", floats, " numbers");
+  return (const float*)t.data_ptr();
+}
+
+static HeadsCall heads_call(const Tensor& u, const Tensor& tail, const Tensor& weight, int64_t heads, double scale) {
+  HeadsCall c{};
+  check(u, "u", 3);
+  check(weight, "weight", 2);
+  int64_t D3 = u.size(2);
+  c.B = u.size(0), c.T = u.size(1), c.H = heads, c.d = D3 / (3 * heads), c.taps = weight.size(0), c.scale = (float)scale;
+  STD_TORCH_CHECK(D3 == 3 * c.H * c.d && u.stride(2) == 1, "tethys_native: u must be (B, T, 3 D) with D a multiple of the heads");
+  STD_TORCH_CHECK(c.taps >= 1 && c.taps <= 8, "tethys_native: the convolution has 1 to 8 taps, not ", c.taps);
+  c.u = (const float*)u.data_ptr(), c.u_b = u.stride(0), c.u_t = u.stride(1);
+  c.tail = dense(tail, "tail", c.B * (c.taps - 1) * D3), c.weight = dense(weight, "weight", c.taps * D3);
+  return c;
+}
+
+static void heads_forward(Tensor u, Tensor tail, Tensor weight, Tensor out, int64_t heads, double scale) {
+  HeadsCall c = heads_call(u, tail, weight, heads, scale);
+  c.out = (float*)dense(out, "out", c.B * c.T * u.size(2));
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->heads_forward(c, a, b); });
+}
+
+static void heads_backward(Tensor u, Tensor tail, Tensor weight, Tensor dq, Tensor dk, Tensor dv, Tensor du, Tensor dtail, Tensor dweight,
+                           int64_t heads, double scale) {
+  HeadsCall c = heads_call(u, tail, weight, heads, scale);
+  c.dq = rows(dq, "dq", c.B, c.H, c.T, c.d), c.dk = rows(dk, "dk", c.B, c.H, c.T, c.d), c.dv = rows(dv, "dv", c.B, c.H, c.T, c.d);
+  c.du = (float*)dense(du, "du", c.B * c.T * u.size(2)), c.dtail = (float*)dense(dtail, "dtail", tail.numel());
+  c.dweight = (float*)dense(dweight, "dweight", c.B * weight.numel());
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->heads_backward(c, a, b); });
+}
+
+static GateCall gate_call(const Tensor& y, const Tensor& g, const Tensor& weight) {
+  GateCall c{};
+  check(y, "y", 4);
+  check(g, "g", 3);
+  c.B = y.size(0), c.H = y.size(1), c.T = y.size(2), c.d = y.size(3);
+  c.y = rows(y, "y", c.B, c.H, c.T, c.d);
+  STD_TORCH_CHECK(g.size(0) == c.B && g.size(1) == c.T && g.size(2) == c.H * c.d && g.stride(2) == 1, "tethys_native: g must be (B, T, D)");
+  c.g = (const float*)g.data_ptr(), c.g_b = g.stride(0), c.g_t = g.stride(1);
+  c.weight = dense(weight, "weight", c.d);
+  return c;
+}
+
+static void gate_forward(Tensor y, Tensor g, Tensor weight, Tensor out) {
+  GateCall c = gate_call(y, g, weight);
+  c.out = (float*)dense(out, "out", g.numel());
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_forward(c, a, b); });
+}
+
+static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor dy, Tensor dg, Tensor dweight) {
+  GateCall c = gate_call(y, g, weight);
+  c.dout = dense(dout, "dout", g.numel()), c.dy = rows(dy, "dy", c.B, c.H, c.T, c.d);
+  c.dg = (float*)dense(dg, "dg", g.numel()), c.dweight = (float*)dense(dweight, "dweight", c.B * c.H * c.d);
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_backward(c, a, b); });
+}
+
+STABLE_TORCH_LIBRARY(tethys_native, m) {
+  m.def("sources() -> str");
+  m.def("select_width(int width) -> int");
+  m.def("fma_flops(int repeats) -> float");
+  m.def("linear_saved(int T, int dk, int dv, int chunk) -> int");
+  m.def(
+      "linear_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor W, Tensor S, "
+      "Tensor(a!) y, Tensor(b!) W_out, Tensor(c!) S_out, Tensor(d!)? saved, int chunk, bool before) -> ()");
+  m.def(
+      "linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor saved, Tensor dy, "
+      "Tensor dW_out, Tensor dS_out, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dtheta, Tensor(e!)? deta, Tensor(f!)? dalpha, "
+      "Tensor(g!) dW, Tensor(h!) dS, int chunk, bool before) -> ()");
+  m.def("heads_forward(Tensor u, Tensor tail, Tensor weight, Tensor(a!) out, int heads, float scale) -> ()");
+  m.def(
+      "heads_backward(Tensor u, Tensor tail, Tensor weight, Tensor dq, Tensor dk, Tensor dv, Tensor(a!) du, Tensor(b!) dtail, "
+      "Tensor(c!) dweight, int heads, float scale) -> ()");
+  m.def("gate_forward(Tensor y, Tensor g, Tensor weight, Tensor(a!) out) -> ()");
+  m.def("gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor(a!) dy, Tensor(b!) dg, Tensor(c!) dweight) -> ()");
+  m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
+  m.def("deep_saved(int din, int dout, int h) -> int");
+  m.def(
+      "deep_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor phase, Tensor? init1, "
+      "Tensor? init2, Tensor? scale, Tensor? shift, Tensor[] state, Tensor(a!) y, Tensor(b!)[] out, Tensor(c!)? saved, int blocks, "
+      "int chunk, int read, bool norm, bool residual, float eps) -> ()");
+  m.def(
+      "deep_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor phase, Tensor? init1, "
+      "Tensor? init2, Tensor? scale, Tensor? shift, Tensor[] anchor, Tensor saved, int blocks, Tensor dy, Tensor[] dstate, Tensor(a!) dq, "
+      "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dtheta, Tensor(e!)? deta, Tensor(f!)? dalpha, Tensor(g!)[] grads, int chunk, int read, "
+      "bool norm, bool residual, float eps) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tethys_native, CompositeExplicitAutograd, m) {
+  m.impl("sources", TORCH_BOX(&sources));
+  m.impl("select_width", TORCH_BOX(&select_width));
+  m.impl("fma_flops", TORCH_BOX(&fma_flops));
+  m.impl("linear_saved", TORCH_BOX(&linear_saved));
+  m.impl("deep_saved", TORCH_BOX(&deep_saved));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tethys_native, CPU, m) {
+  m.impl("linear_forward", TORCH_BOX(&linear_forward));
+  m.impl("linear_backward", TORCH_BOX(&linear_backward));
+  m.impl("heads_forward", TORCH_BOX(&heads_forward));
+  m.impl("heads_backward", TORCH_BOX(&heads_backward));
+  m.impl("gate_forward", TORCH_BOX(&gate_forward));
+  m.impl("gate_backward", TORCH_BOX(&gate_backward));
+  m.impl("deep_count", TORCH_BOX(&deep_count));
+  m.impl("deep_forward", TORCH_BOX(&deep_forward));
+  m.impl("deep_backward", TORCH_BOX(&deep_backward));
+}

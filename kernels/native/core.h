@@ -1,0 +1,121 @@
+// What the bindings hand to the vector core: plain pointers and strides, no tensor type, so that the core compiles without torch.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace tethys {
+
+// (B, H, T, d) float32 with unit stride in the last dimension.
+struct Rows {
+  float* p = nullptr;
+  long b = 0, h = 0, t = 0;
+  float* at(long i, long j) const { return p + i * b + j * h; }
+};
+
+// (B, H, T) or (B, H, T, L) float32 with any strides; null means "gate absent": no momentum, no decay.
+struct Gate {
+  float* p = nullptr;
+  long b = 0, h = 0, t = 0, l = 0;
+  float* at(long i, long j) const { return p ? p + i * b + j * h : nullptr; }
+};
+
+// (B, T) bool; null means every token writes.
+struct Mask {
+  const uint8_t* p = nullptr;
+  long b = 0, t = 0;
+  const uint8_t* at(long i) const { return p ? p + i * b : nullptr; }
+};
+
+// Smallest eta and smallest 1 - alpha, shared with the torch form; beyond them the gate's gradient is zero.
+constexpr float kGateFloor = 1e-6f;
+
+struct LinearCall {
+  long B, H, T, dk, dv, chunk;
+  bool read_before;
+  Rows q, k, v, y;
+  Gate theta, eta, alpha;
+  Mask write;
+  const float *W, *S;   // (B, H, dv, dk) contiguous
+  float *W_out, *S_out; // the same; may alias W and S in a step
+  float* saved;         // chunk-start states (B * H, chunks, dk, 2 * padded dv), or null
+  // backward
+  Rows dy, dq, dkey, dval;
+  Gate dtheta, deta, dalpha;
+  const float *dW_out, *dS_out;
+  float *dW, *dS;
+};
+
+struct DeepCall {
+  long B, H, T, din, dout, h, chunk;
+  int read;     // 0 after the write, 1 before it, 2 the anchor
+  bool norm, residual;
+  bool shared;  // one gate for both layers; gradients then go to layer 0 alone
+  float eps;
+  Rows q, k, v, y;
+  Gate theta, eta, alpha;
+  Mask write;
+  const int64_t* phase;          // (B,)
+  const float *scale, *shift;    // LayerNorm affine (H, dout), or null
+  const float* init[2];          // (H, h, din), (H, dout, h), or null: decay to zero
+  const float *W[2], *S[2], *A[2]; // weights, momentum, anchor: (B, H, h, din) and (B, H, dout, h) contiguous
+  float *W_out[2], *S_out[2], *A_out[2];
+  float* saved;                  // block-start states, `blocks` a memory, or null
+  long blocks;
+  // backward
+  Rows dy, dq, dkey, dval;
+  Gate dtheta, deta, dalpha;
+  const float *dW_out[2], *dS_out[2], *dA_out[2];
+  float *dW[2], *dS[2], *dA[2];
+  float *dscale, *dshift;        // (B, H, dout)
+  float* dinit[2];               // (B, H, h, din), (B, H, dout, h)
+};
+
+// The layer around a memory, on the way in: u = x W_qkv (B, T, 3 D) through a short causal convolution, SiLU, and rows of length `scale`
+// for queries and keys.
+struct HeadsCall {
+  long B, H, T, d, taps;
+  float scale;
+  const float* u;      // (B, T, 3 D), row stride u_t
+  long u_b, u_t;
+  const float* tail;   // (B, taps - 1, 3 D) inputs before the first token
+  const float* weight; // (taps, 3 D)
+  float* out;          // (B, T, 3 D): q, k, v, each head by head
+  // backward
+  Rows dq, dk, dv;
+  float *du, *dtail, *dweight; // (B, T, 3 D), (B, taps - 1, 3 D), (B, taps, 3 D)
+};
+
+// On the way out: o = rmsnorm_head(y) weight silu(g).
+struct GateCall {
+  long B, H, T, d;
+  Rows y;
+  const float* g; // (B, T, D), row stride g_t
+  long g_b, g_t;
+  const float* weight; // (d)
+  float* out;          // (B, T, D)
+  // backward
+  const float* dout; // (B, T, D) contiguous
+  Rows dy;
+  float *dg, *dweight; // (B, T, D), (B, H, d)
+};
+
+// One table a vector width. Every function works on the memories [begin, end) of the B * H in a call.
+struct Core {
+  int width; // floats a vector
+  void (*linear_forward)(const LinearCall&, long begin, long end);
+  void (*linear_backward)(const LinearCall&, long begin, long end);
+  void (*linear_step)(const LinearCall&, long begin, long end);
+  void (*deep_forward)(const DeepCall&, long begin, long end);
+  void (*deep_backward)(const DeepCall&, long begin, long end);
+  void (*deep_step)(const DeepCall&, long begin, long end);
+  void (*heads_forward)(const HeadsCall&, long begin, long end);
+  void (*heads_backward)(const HeadsCall&, long begin, long end);
+  void (*gate_forward)(const GateCall&, long begin, long end);
+  void (*gate_backward)(const GateCall&, long begin, long end);
+  size_t (*linear_saved)(const LinearCall&); // floats a memory
+  long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
+  size_t (*deep_saved)(const DeepCall&);     // floats a block
+  double (*fma)(long repeats); // runs repeats * flops-per-repeat fused multiply-adds in registers, returns the flops done
+};
+
+} // namespace tethys

@@ -1,0 +1,328 @@
+"""The long-running worker: source -> engine -> sinks, committed exactly once, stopped and started at will.
+
+A batch is journalled before it is worked on; under load that write rides in the commit of the batch before, so it
+costs no extra wait. After a crash the worker takes back what the sinks hold beyond the last commit, rebuilds every
+memory, and works on the journalled batch again in the same composition: the same rows come out, bit for bit.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from connectors.checkpoints import CheckpointStore
+from connectors.streams import open_sink, open_source
+from connectors.streams.base import Sink, Source
+from pipelines import DEFAULT_TRACKING_URI
+from pipelines.streaming.dials import Dials, Step
+from pipelines.streaming.engine import Engine, StreamModel
+from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
+from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
+
+if TYPE_CHECKING:
+    from pipelines.forecasting.estimator import TitansForecaster
+
+# Large enough that one step costs little an event, small enough that a batch is done well within 250 ms.
+BATCH_ROWS = 1024
+# Changed streams are written in turns over so many commits; a restart replays about as many batches.
+SNAPSHOT_SHARE = 64
+POLL_SECONDS = 0.2
+LATENCIES_KEPT = 100_000
+
+
+@dataclass(frozen=True)
+class StreamSummary:
+    """How a run of the worker went. Counters are of the whole stream, times of this run."""
+
+    model: str
+    resumed: bool
+    events: int
+    """Lines taken from the source in this run."""
+    streams: int
+    batches: int
+    counters: dict[str, int]
+    seconds: float
+    events_per_s: float
+    p50_ms: float | None
+    """Event given to the broker, or taken from the source -> its forecasts durable in the sink; the median and the
+    99th percentile over the last 100,000 events."""
+    p99_ms: float | None
+    checkpoint_bytes_per_s: float
+    restart_s: float
+    """Time to load the snapshots and replay the journal."""
+    spilled: int
+    stopped: str
+    """`end of the source`, `signal`, or `max_events`."""
+    output: str | None = None
+    alarms: str | None = None
+    dead_letters: str | None = None
+    checkpoint: str | None = None
+
+
+def run(
+    source: str,
+    *,
+    checkpoint: str | Path,
+    output: str,
+    id_column: str | None = "unique_id",
+    time_column: str = "ds",
+    target_column: str = "y",
+    event_column: str = "event_id",
+    model_name: str = "forecaster",
+    version: str = "challenger",
+    tracking_uri: str = DEFAULT_TRACKING_URI,
+    follow: bool = False,
+    grace: str = "0s",
+    conflict: str = "reject",
+    max_events: int | None = None,
+    progress: bool = False,
+    metrics_port: int | None = None,
+) -> StreamSummary:
+    """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
+
+    Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
+    checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
+    metrics and `/healthz`, `/readyz` on the loopback interface. Raises UserError.
+    """
+    # Only here: a worker on a model in hand needs neither MLflow nor the training code.
+    from pipelines import tracking
+    from pipelines.forecasting.estimator import TitansForecaster
+
+    registered = tracking.load_model(model_name, version, tracking_uri)
+    fitted = TitansForecaster.from_weights(registered.weights, registered.config)
+    model = stream_model(fitted, f"{registered.name}/{registered.version}")
+    policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
+    columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
+    base = Path(checkpoint if "://" in output else output).with_suffix("")
+    for folder in (Path(checkpoint).parent, base.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    places = {
+        "output": output,
+        "alarms": str(base.with_suffix(".alarms.ndjson")),
+        "dead_letters": str(base.with_suffix(".dead.ndjson")),
+    }
+    stop = Stop()
+    with ExitStack() as stack:
+        stack.enter_context(stop.on_signals())
+        live = open_source(source, columns=columns, follow=follow, count_steps=policy.frequency.counts)
+        stack.callback(live.close)
+        sinks = {}
+        for name, place in places.items():
+            sinks[name] = open_sink(place)
+            stack.callback(sinks[name].close)
+        store = CheckpointStore(checkpoint)
+        stack.callback(store.close)
+        tell = stack.enter_context(Dials(metrics_port, progress))
+        summary = work(
+            model,
+            policy,
+            live,
+            store,
+            sinks["output"],
+            sinks["alarms"],
+            sinks["dead_letters"],
+            max_events=max_events,
+            stop=stop,
+            report=tell,
+        )
+    return replace(
+        summary,
+        checkpoint=str(checkpoint),
+        output=output,
+        alarms=places["alarms"],
+        dead_letters=places["dead_letters"],
+    )
+
+
+def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
+    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own."""
+    from pipelines.forecasting.calendar import phases
+
+    config = fitted.forecaster_.config
+    return StreamModel(
+        memory=fitted.forecaster_,
+        version=version,
+        frequency=fitted.frequency_,
+        horizon=config.horizon,
+        quantiles=config.quantiles,
+        phase=phases(fitted.frequency_, config.seasons),
+    )
+
+
+class Stop:
+    """Asked for by a signal or another thread; the worker finishes and commits the batch in hand first."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def set(self) -> None:
+        self._event.set()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT stop gracefully; a second SIGINT interrupts at once."""
+
+        def ask(number: int, _frame: Any) -> None:
+            if self and number == signal.SIGINT:
+                raise KeyboardInterrupt
+            self.set()
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def work(
+    model: StreamModel,
+    policy: EventTime,
+    source: Source,
+    store: CheckpointStore,
+    output: Sink,
+    alarms: Sink,
+    dead_letters: Sink,
+    *,
+    batch_rows: int = BATCH_ROWS,
+    snapshot_share: int = SNAPSHOT_SHARE,
+    max_resident: int = 16_384,
+    max_events: int | None = None,
+    stop: Stop | None = None,
+    report: Callable[[Step], None] | None = None,
+) -> StreamSummary:
+    """Run until the source ends, `max_events` lines were taken in this run, or `stop` is set.
+
+    `report` is called after every commit. Raises UserError for what a person must put right
+    (another model than the checkpoint's, a moved output, a full disk); whatever was committed stays.
+    """
+    batch_rows = min(batch_rows, max_resident)
+    stop = Stop() if stop is None else stop
+    begun = time.monotonic()
+    engine = Engine(model, policy, store, max_resident=max_resident)
+    progress = store.claim({"model": model.version, **policy.settings(), "state": engine.slots.layout.signature})
+    sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
+    for name, sink in sinks.items():
+        sink.resume(progress.receipts.get(name))
+    pending = engine.restore()
+    restart = time.monotonic() - begun
+    if progress.positions:
+        source.seek(progress.positions)
+    counters: Counter[str] = Counter(progress.counters)
+    intake = _Intake(source, engine, batch_rows, max_events, stop, counters["received"])
+    latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
+    batch, batches = progress.done + 1, 0
+    arrivals, sent = (pending[0], [time.time()] * len(pending[0].records)) if pending else (None, [])
+    if arrivals is not None:
+        intake.received += len(arrivals.records) + len(arrivals.dead)
+    while True:
+        if arrivals is None:
+            arrivals = intake.take(batch, POLL_SECONDS)
+            if arrivals is None:
+                if intake.finished:
+                    break
+                continue
+            sent = intake.sent
+            store.accept(batch, pack_arrivals(arrivals), source.positions())
+        outcome = engine.step(arrivals, batch)
+        output.write(outcome.forecasts)
+        alarms.write(outcome.alarms)
+        dead_letters.write(outcome.dead)
+        receipts = {name: sink.flush() for name, sink in sinks.items()}
+        now = time.time()
+        latencies.extend(1e3 * (now - then) for then in sent)
+        latency = 1e3 * (now - sent[0]) if sent else 0.0
+        counters.update(outcome.counters)
+        following = intake.take(batch + 1, 0.0)
+        sent = intake.sent
+        snapshots = engine.slots.snapshots(batch, share=snapshot_share)
+        store.commit(
+            batch,
+            learnt=pack_rows(outcome.learnt),
+            receipts=receipts,
+            counters=counters,
+            snapshots=snapshots,
+            keep_from=engine.slots.keep_from(batch, snapshots),
+            following=None if following is None else (pack_arrivals(following), source.positions()),
+        )
+        engine.slots.committed(snapshots)
+        source.commit(source.positions())
+        if report is not None:
+            surprise = outcome.mean_surprise
+            report(Step(counters, len(engine.slots), latency, surprise, source.lag(), store.bytes_written))
+        arrivals, batch, batches = following, batch + 1, batches + 1
+    final = engine.slots.snapshots(batch - 1, share=1)
+    store.settle(final)
+    engine.slots.committed(final)
+    seconds = time.monotonic() - begun
+    p50, p99 = np.percentile(latencies, [50, 99]).tolist() if latencies else (None, None)
+    return StreamSummary(
+        model=model.version,
+        resumed=progress.done > 0 or pending is not None,
+        events=intake.received - progress.counters.get("received", 0),
+        streams=len(engine.names()),
+        batches=batches,
+        counters=dict(counters),
+        seconds=seconds,
+        events_per_s=(intake.received - progress.counters.get("received", 0)) / seconds,
+        p50_ms=p50,
+        p99_ms=p99,
+        checkpoint_bytes_per_s=store.bytes_written / seconds,
+        restart_s=restart,
+        spilled=engine.slots.spills,
+        stopped=intake.reason,
+    )
+
+
+class _Intake:
+    """Cuts the source into batches; at its end lets the events through that still wait for a watermark."""
+
+    def __init__(
+        self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int
+    ):
+        self._source, self._engine, self._stop = source, engine, stop
+        self._batch_rows = batch_rows
+        self._last = None if max_events is None else received + max_events
+        self.received = received
+        self.sent: list[float] = []
+        """When each record of the last batch was handed to the broker, or was taken from the source."""
+        self.finished = False
+        self.reason = "end of the source"
+
+    def take(self, batch: int, timeout: float) -> Arrivals | None:
+        """The arrivals of `batch`, or None: nothing yet, or (`finished`) nothing any more."""
+        if self._stop or (self._last is not None and self.received >= self._last):
+            self.finished = True
+            self.reason = "signal" if self._stop else "max_events"
+            return None
+        # Batches end at multiples of their size, whatever was polled before: cut by position, not by time.
+        room = self._batch_rows - self.received % self._batch_rows
+        if self._last is not None:
+            room = min(room, self._last - self.received)
+        polled = self._source.poll(room, timeout)
+        self.sent = polled.sent or [time.time()] * len(polled.records)
+        if len(polled):
+            self.received += len(polled)
+            return Arrivals(polled.records, polled.dead)
+        if not self._source.ended:
+            return None
+        if self._engine.policy.grace:
+            names = self._engine.names()
+            for at in range(0, len(names), self._batch_rows):
+                waiting = self._engine.waiting(names[at : at + self._batch_rows], batch)
+                if waiting:
+                    return Arrivals(flush=waiting)
+        self.finished = True
+        return None
