@@ -109,7 +109,8 @@ def layer(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
         y, memory = native.deep(
             q, k, v, theta, eta, alpha, state.memory, init=tuple(module.init), chunk=config.chunk, network=module.network, read=config.read
         )
-    tail = torch.cat((state.conv, u), 1)[:, -(config.conv - 1) :]
+    keep = config.conv - 1
+    tail = torch.cat((state.conv, u[:, -keep:]), 1)[:, -keep:]
     return module.out(native.gated_norm(y, module.gate(x), module.norm.weight)), MemoryState(memory, tail)
 
 
