@@ -467,7 +467,7 @@ def _steps(rows: pl.DataFrame, stated: str | None) -> pl.DataFrame:
 def _values(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Finding]) -> pl.DataFrame:
     """Codes for missing values, infinite values."""
     if rules.na_values:
-        coded = rows.get_column("y").is_in(list(rules.na_values)).fill_null(False).to_numpy()
+        coded = rows.get_column("y").is_in([float(v) for v in rules.na_values]).fill_null(False).to_numpy()
         listed = ", ".join(f"{v:g}" for v in rules.na_values)
         _add(findings, _finding("na_values", "note", rows, coded, seen, f"values out of {listed}", "taken as missing"))
         rows = rows.with_columns(pl.when(pl.Series(coded)).then(None).otherwise(pl.col("y")).alias("y"))
