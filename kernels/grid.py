@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 
+def part_of(x: Tensor | None, at: slice) -> Tensor | None:
+    """The tokens `at` of an optional (B, H, T, ...) tensor."""
+    return None if x is None else x[:, :, at]
+
+
 @dataclass(frozen=True)
 class Grid:
     """chunks N of `slots` S each for `tokens` T of B streams.

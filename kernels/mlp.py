@@ -1,7 +1,7 @@
 """The deep memory: an MLP of any depth (or a gated MLP) whose weights learn at test time, in the dual form.
 
-Inside a chunk of C tokens every gradient is taken at the weights the chunk began with (Titans section 3.2), so that each layer's gradient is
-the outer product of a delta and an input that are known for the whole chunk at once (`kernels.network`). The weights of token t,
+Inside a chunk of C tokens every gradient is taken at the weights the chunk began with (Titans section 3.2), so that each layer's
+gradient is the outer product of a delta and an input, known for the whole chunk at once (`kernels.network`). The weights of token t,
 
     W_t = b_t W_0 + f_t S_0 - sum_{i<=t} G[t,i] delta_i input_i^T                    (`kernels.coefficients`)
 
@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from kernels.coefficients import Coefficients, coefficients, window
-from kernels.grid import Grid, phased_grid
+from kernels.grid import Grid, part_of, phased_grid
 from kernels.linear import READS, carry_window, check_window, closing, opening
-from kernels.network import Network, forward, inputs_and_deltas, output
+from kernels.network import DEFAULT, Network, forward, inputs_and_deltas, output
 
 BLOCK = 16  # chunks at once without autograd: bounds the chunk-start weights held for the reads
 
@@ -68,7 +68,7 @@ def deep(
     *,
     init: Sequence[Tensor] | None,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
     read: str = "after",
     write: Tensor | None = None,
@@ -87,7 +87,7 @@ def deep(
     exact_last: the hybrid; hidden features and the gradients below at the anchor, the last layer's errors at its true weights by one
     triangular solve a chunk. Needs a last layer without norm and the "l2" loss; made for Network(norm=False, unit_hidden=True).
     """
-    _check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
+    check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
     dtype = state.W[0].dtype
     B, H, T = k.shape[:3]
     if T == 0:
@@ -106,9 +106,9 @@ def deep(
         for at in range(0, T, piece):
             part = slice(at, at + piece)
             y, state = deep(
-                *(x[:, :, part] for x in (q, k, v, theta)), *(None if g is None else g[:, :, part] for g in (eta, alpha)), state,
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], part_of(eta, part), part_of(alpha, part), state,
                 init=init, chunk=chunk, network=network, affine=affine, read=read, write=None if write is None else write[:, part],
-                gamma=None if gamma is None else gamma[:, :, part], exact_last=exact_last,
+                gamma=part_of(gamma, part), exact_last=exact_last,
             )  # fmt: skip
             outputs.append(y)
         return torch.cat(outputs, 2), state
@@ -283,7 +283,7 @@ class _DeepChunks(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         step, n = ctx.step, ctx.step.depth
         saved = ctx.saved_tensors
@@ -303,9 +303,7 @@ class _DeepChunks(torch.autograd.Function):
             with torch.enable_grad():
                 inputs, deltas, W, S = step(leaves[0], leaves[1], leaves[2:], [*anchor, *state], fixed)
                 wanted = [*leaves, *state, *fixed, *(anchor if i == 0 else ())]
-                got = torch.autograd.grad(
-                    [*inputs, *deltas, *W, *S], wanted, [*(g[i] for g in made), *carry_grad], materialize_grads=True
-                )
+                got = torch.autograd.grad([*inputs, *deltas, *W, *S], wanted, [*(g[i] for g in made), *carry_grad], materialize_grads=True)
             for x, g in zip(by_chunk_grad, got, strict=False):
                 x[i].copy_(g)
             carry_grad = [g + outside[i] for g, outside in zip(got[first : first + 2 * n], at_start, strict=True)]
@@ -315,7 +313,7 @@ class _DeepChunks(torch.autograd.Function):
         return (None, None, None, *by_chunk_grad, *anchor_grad, *carry_grad, *outer_grad)
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -334,7 +332,7 @@ def _check(
     B, H, T, d_in = k.shape
     depth = len(state.W)
     d_out = state.W[-1].shape[-2]
-    wanted = {"q": (q, (B, H, T, d_in)), "v": (v, (B, H, T, d_out))}
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {"q": (q, (B, H, T, d_in)), "v": (v, (B, H, T, d_out))}
     for name, gate in (("theta", theta), ("eta", eta), ("alpha", alpha)):
         if gate is not None:
             wanted[name] = (gate, (B, H, T) if gate.dim() == 3 else (B, H, T, depth))

@@ -244,6 +244,65 @@ static void deep_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta,
   over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->deep_backward(c, a, b); });
 }
 
+static const float* dense(const Tensor& t, const char* name, int64_t floats) {
+  check(t, name, t.dim());
+  STD_TORCH_CHECK(t.is_contiguous() && t.numel() == floats, "tethys_native: ", name, " must be contiguous and hold ", floats, " numbers");
+  return (const float*)t.data_ptr();
+}
+
+static HeadsCall heads_call(const Tensor& u, const Tensor& tail, const Tensor& weight, int64_t heads, double scale) {
+  HeadsCall c{};
+  check(u, "u", 3);
+  check(weight, "weight", 2);
+  int64_t D3 = u.size(2);
+  c.B = u.size(0), c.T = u.size(1), c.H = heads, c.d = D3 / (3 * heads), c.taps = weight.size(0), c.scale = (float)scale;
+  STD_TORCH_CHECK(D3 == 3 * c.H * c.d && u.stride(2) == 1, "tethys_native: u must be (B, T, 3 D) with D a multiple of the heads");
+  STD_TORCH_CHECK(c.taps >= 1 && c.taps <= 8, "tethys_native: the convolution has 1 to 8 taps, not ", c.taps);
+  c.u = (const float*)u.data_ptr(), c.u_b = u.stride(0), c.u_t = u.stride(1);
+  c.tail = dense(tail, "tail", c.B * (c.taps - 1) * D3), c.weight = dense(weight, "weight", c.taps * D3);
+  return c;
+}
+
+static void heads_forward(Tensor u, Tensor tail, Tensor weight, Tensor out, int64_t heads, double scale) {
+  HeadsCall c = heads_call(u, tail, weight, heads, scale);
+  c.out = (float*)dense(out, "out", c.B * c.T * u.size(2));
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->heads_forward(c, a, b); });
+}
+
+static void heads_backward(Tensor u, Tensor tail, Tensor weight, Tensor dq, Tensor dk, Tensor dv, Tensor du, Tensor dtail, Tensor dweight,
+                           int64_t heads, double scale) {
+  HeadsCall c = heads_call(u, tail, weight, heads, scale);
+  c.dq = rows(dq, "dq", c.B, c.H, c.T, c.d), c.dk = rows(dk, "dk", c.B, c.H, c.T, c.d), c.dv = rows(dv, "dv", c.B, c.H, c.T, c.d);
+  c.du = (float*)dense(du, "du", c.B * c.T * u.size(2)), c.dtail = (float*)dense(dtail, "dtail", tail.numel());
+  c.dweight = (float*)dense(dweight, "dweight", c.B * weight.numel());
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->heads_backward(c, a, b); });
+}
+
+static GateCall gate_call(const Tensor& y, const Tensor& g, const Tensor& weight) {
+  GateCall c{};
+  check(y, "y", 4);
+  check(g, "g", 3);
+  c.B = y.size(0), c.H = y.size(1), c.T = y.size(2), c.d = y.size(3);
+  c.y = rows(y, "y", c.B, c.H, c.T, c.d);
+  STD_TORCH_CHECK(g.size(0) == c.B && g.size(1) == c.T && g.size(2) == c.H * c.d && g.stride(2) == 1, "tethys_native: g must be (B, T, D)");
+  c.g = (const float*)g.data_ptr(), c.g_b = g.stride(0), c.g_t = g.stride(1);
+  c.weight = dense(weight, "weight", c.d);
+  return c;
+}
+
+static void gate_forward(Tensor y, Tensor g, Tensor weight, Tensor out) {
+  GateCall c = gate_call(y, g, weight);
+  c.out = (float*)dense(out, "out", g.numel());
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_forward(c, a, b); });
+}
+
+static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor dy, Tensor dg, Tensor dweight) {
+  GateCall c = gate_call(y, g, weight);
+  c.dout = dense(dout, "dout", g.numel()), c.dy = rows(dy, "dy", c.B, c.H, c.T, c.d);
+  c.dg = (float*)dense(dg, "dg", g.numel()), c.dweight = (float*)dense(dweight, "dweight", c.B * c.H * c.d);
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_backward(c, a, b); });
+}
+
 STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def("sources() -> str");
   m.def("select_width(int width) -> int");
@@ -256,6 +315,12 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
       "linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor saved, Tensor dy, "
       "Tensor dW_out, Tensor dS_out, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dtheta, Tensor(e!)? deta, Tensor(f!)? dalpha, "
       "Tensor(g!) dW, Tensor(h!) dS, int chunk, bool before) -> ()");
+  m.def("heads_forward(Tensor u, Tensor tail, Tensor weight, Tensor(a!) out, int heads, float scale) -> ()");
+  m.def(
+      "heads_backward(Tensor u, Tensor tail, Tensor weight, Tensor dq, Tensor dk, Tensor dv, Tensor(a!) du, Tensor(b!) dtail, "
+      "Tensor(c!) dweight, int heads, float scale) -> ()");
+  m.def("gate_forward(Tensor y, Tensor g, Tensor weight, Tensor(a!) out) -> ()");
+  m.def("gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor(a!) dy, Tensor(b!) dg, Tensor(c!) dweight) -> ()");
   m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
   m.def("deep_saved(int din, int dout, int h) -> int");
   m.def(
@@ -280,6 +345,10 @@ STABLE_TORCH_LIBRARY_IMPL(tethys_native, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(tethys_native, CPU, m) {
   m.impl("linear_forward", TORCH_BOX(&linear_forward));
   m.impl("linear_backward", TORCH_BOX(&linear_backward));
+  m.impl("heads_forward", TORCH_BOX(&heads_forward));
+  m.impl("heads_backward", TORCH_BOX(&heads_backward));
+  m.impl("gate_forward", TORCH_BOX(&gate_forward));
+  m.impl("gate_backward", TORCH_BOX(&gate_backward));
   m.impl("deep_count", TORCH_BOX(&deep_count));
   m.impl("deep_forward", TORCH_BOX(&deep_forward));
   m.impl("deep_backward", TORCH_BOX(&deep_backward));

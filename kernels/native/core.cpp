@@ -3,6 +3,7 @@
 #include "linear.h"
 #include "deep_step.h"
 #include "deep_backward.h"
+#include "layer.h"
 
 namespace {
 
@@ -36,4 +37,5 @@ long deep_count(const tethys::DeepCall& c) {
 
 extern const tethys::Core TETHYS_CORE;
 const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
-                                  deep_step, linear_saved, deep_count, deep_saved, fma};
+                                  deep_step, heads_forward, heads_backward, gate_forward, gate_backward,
+                                  linear_saved, deep_count, deep_saved, fma};

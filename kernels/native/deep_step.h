@@ -5,17 +5,6 @@
 
 namespace {
 
-inline R load_some(const float* p, long n) { // the first n numbers, zeros behind
-  if (n >= VL) return load(p);
-  R x{};
-  for (long j = 0; j < n; ++j) x[j] = p[j];
-  return x;
-}
-inline void store_some(float* p, R x, long n) {
-  if (n >= VL) return store(p, x);
-  for (long j = 0; j < n; ++j) p[j] = x[j];
-}
-
 template <int S>
 inline void fold_stage(R* x) {
 #pragma GCC unroll 16
@@ -100,9 +89,9 @@ void deep_step(const DeepCall& c, long begin, long end) {
     auto activate = [&](float* to_slope) {
       for (long x = 0; x < hp; x += VL) {
         R e = load(z + x);
-        Normal p = normal(e);
-        store(a + x, e * p.cumulative);
-        if (to_slope) store(to_slope + x, p.cumulative + e * p.density);
+        Normal p(e);
+        store(a + x, p.gelu());
+        if (to_slope) store(to_slope + x, p.slope());
       }
     };
     if (anchored || !live) {

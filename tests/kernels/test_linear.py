@@ -21,7 +21,9 @@ def close(a: Tensor, b: Tensor, tol: float = 1e-9) -> None:
 
 
 def fixed_case(T: int = 40, chunk: int = 16, **changes: int) -> Case:
-    return build(**{"seed": 7, "B": 2, "H": 2, "T": T, "d": 5, "chunk": chunk, "cuts": [], "form": "matrix", "lags": 1, "matrix": True, **changes})  # type: ignore[arg-type]
+    return build(
+        **{"seed": 7, "B": 2, "H": 2, "T": T, "d": 5, "chunk": chunk, "cuts": [], "form": "matrix", "lags": 1, "matrix": True, **changes}
+    )  # type: ignore[arg-type]
 
 
 @given(cases(matrix=True, window=False), READ, st.booleans(), st.booleans())
@@ -38,9 +40,7 @@ def test_exact_form_is_the_recurrence_for_every_chunk(case: Case, read: str, mom
 @given(cases(matrix=True), st.sampled_from(["after", "before", "anchor"]), st.sampled_from(["l2", "dot"]))
 def test_stale_form_is_the_loop_that_takes_gradients_at_the_anchor(case: Case, read: str, loss: str) -> None:  # T3, T4 (chunk = 1)
     network = Network(norm=False, residual=False, loss=loss)
-    want, end = titans(
-        *case.tokens, oracle_state(case.W, case.S), network=network, anchor_every=case.chunk, read=read, gamma=case.gamma
-    )
+    want, end = titans(*case.tokens, oracle_state(case.W, case.S), network=network, anchor_every=case.chunk, read=read, gamma=case.gamma)
     got, state = linear_stale(*case.tokens, case.stale_state(), chunk=case.chunk, read=read, gamma=case.gamma, loss=loss)
     close(got, want)
     close(state.W, end.W[0])
@@ -218,7 +218,7 @@ def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
         outputs.append(torch.einsum("bhvk,bhk->bhv", W, q))
     torch.stack(outputs, 2).sum().backward()
     close(W, path.W)
-    assert (detached[1].grad is None or (detached[1].grad - x[1].grad).abs().max() > 1e-3)  # type: ignore[operator]
+    assert detached[1].grad is None or (detached[1].grad - x[1].grad).abs().max() > 1e-3  # type: ignore[operator]
     assert (detached[6].grad - x[6].grad).abs().max() > 1e-3  # type: ignore[operator]
 
 
