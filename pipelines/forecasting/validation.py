@@ -324,7 +324,7 @@ def _rows(
     else:
         aware = False
         if column.dtype == pl.String and column.str.contains(r"\d\d:?\d\d\s*([+-]\d\d:?\d\d|Z)$").any():
-            column = _instants(column, source)
+            column = instants(column, source)
             zone, aware = rules.zone or "UTC", True
     ids = pl.lit(target_column) if id_column is None else pl.col(id_column).cast(pl.String)
     others = [c for c in frame.columns if c not in (*keys, "unique_id", "ds", "y")]
@@ -346,7 +346,7 @@ def _rows(
     return rows.with_columns(pl.lit(aware).alias("_aware")), zone
 
 
-def _instants(column: pl.Series, source: str) -> pl.Series:
+def instants(column: pl.Series, source: str) -> pl.Series:
     """ISO texts with offsets (mixed ones too: summer and winter of one zone) as UTC."""
     parsed = column.str.strip_chars().str.replace(r"Z$", "+0000").str.replace(r"([+-]\d\d):(\d\d)$", "${1}${2}")
     parsed = parsed.str.replace("T", " ", literal=True).str.replace(r"^(\S+ \d\d:\d\d)([ +-])", "${1}:00${2}")
