@@ -32,7 +32,12 @@ class TableByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-forecasts = typer.Typer(cls=TableByDefault, no_args_is_help=True, help="Forecast a table, or run a scheduled job.")
+forecasts = typer.Typer(
+    cls=TableByDefault,
+    no_args_is_help=True,
+    help="Forecast a table, or run a scheduled job.",
+    epilog="Example: tethys forecast sales.parquet --model-name sales, or tethys forecast run job.yaml --as-of 2018-01-01",
+)
 
 
 class Missing(StrEnum):

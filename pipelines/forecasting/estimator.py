@@ -22,7 +22,7 @@ from sklearn.base import BaseEstimator
 
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import default_seasons, phases
-from pipelines.windows import Panel, continue_grid, panel
+from pipelines.windows import Panel, continue_grid, panel, read_panel
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
 from titans_core.state import from_bytes, replace, select, stack, to_bytes
 from titans_core.training import Line, Rows, Training, Windows, calibrate, fit_line, fit_network, initial_memory, replay
@@ -301,6 +301,14 @@ class TitansForecaster(BaseEstimator):
                     order.append(some)
             place = np.argsort(np.concatenate(order))
             return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1]
+
+    def read(
+        self, data: str, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y"
+    ) -> tuple[tuple[str, ...], list[int], ForecasterState]:
+        """A table's series, the times of their last rows (microseconds, or whole numbers) and memories that have read them."""
+        table = read_panel([data], frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column)
+        state, last = self._read(self.forecaster_, table)
+        return table.ids, [_as_int(ds) for ds in last], state
 
     def _forecast(
         self, state: ForecasterState, ids: tuple[str, ...], last_ds: NDArray[Any], quantiles: tuple[float, ...] | None

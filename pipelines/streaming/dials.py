@@ -23,7 +23,8 @@ class Step:
     counters: Counter[str]
     streams: int
     """Resident streams."""
-    latency_ms: float
+    latencies_ms: list[float]
+    """Of each event of the batch: given to the broker, or taken from the source -> forecasts durable."""
     surprise: float
     """Mean over the batch; NaN when nothing was judged."""
     lag: int | None
@@ -90,8 +91,8 @@ class Dials:
             "tethys_coverage", "Share of values in the interval issued one row before", registry=registry
         )
         self._latency = prometheus.Histogram(
-            "tethys_step_seconds",
-            "From the hand-over of a batch to its durable forecasts",
+            "tethys_latency_seconds",
+            "From an event to its durable forecasts",
             buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
             registry=registry,
         )
@@ -144,7 +145,8 @@ class Dials:
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)
-        self._latency.observe(step.latency_ms / 1e3)
+        for latency in step.latencies_ms:
+            self._latency.observe(latency / 1e3)
         if step.lag is not None:
             self._lag.set(step.lag)
         if step.surprise == step.surprise:

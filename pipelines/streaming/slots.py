@@ -137,7 +137,7 @@ class Slots:
                 self._since.move_to_end(name, last=False)
             found = spilled or self._store.read(name)
             if found is not None and found[0] < batch:
-                clock, row = _open(found[1])
+                clock, row = open_snapshot(found[1])
                 known.append(self._slot[name])
                 rows.append(row)
             else:
@@ -161,6 +161,15 @@ class Slots:
     def drop_stand_ins(self) -> None:
         for name in list(self._stand_in):
             self._drop(name)
+
+    def seed(self, unique_ids: Sequence[str], last: Sequence[int], state: Any) -> dict[str, tuple[int, bytes]]:
+        """Snapshots, as of before the first batch, of streams whose memories were made elsewhere from rows up to `last`."""
+        out = {}
+        for name, ds, row in zip(unique_ids, last, self.layout.rows(state), strict=True):
+            clock = Clock()
+            clock.last = clock.newest = int(ds)
+            out[name] = (0, _close(clock, row))
+        return out
 
     # State in and out.
 
@@ -220,6 +229,7 @@ def _close(clock: Clock, row: bytes) -> bytes:
     return len(text).to_bytes(4, "little") + text + row
 
 
-def _open(data: bytes) -> tuple[Clock, bytes]:
+def open_snapshot(data: bytes) -> tuple[Clock, bytes]:
+    """The clock of a snapshot and the row of its state."""
     end = 4 + int.from_bytes(data[:4], "little")
     return Clock.load(json.loads(data[4:end])), data[end:]

@@ -326,4 +326,4 @@ def test_metrics_and_health(tmp_path: Path) -> None:
     counters = summary.counters
     assert float(metrics['tethys_events_total{verdict="accepted"}']) == counters["accepted"]
     assert float(metrics["tethys_coverage"]) == pytest.approx(counters["covered"] / counters["judged"])
-    assert float(metrics["tethys_step_seconds_count"]) == 10
+    assert float(metrics["tethys_latency_seconds_count"]) == 200
