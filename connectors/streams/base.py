@@ -11,7 +11,7 @@ import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
@@ -57,6 +57,8 @@ Positions = dict[str, Any]
 class Batch:
     records: list[Record]
     dead: list[DeadLetter]
+    sent: list[float] = field(default_factory=list)
+    """When each record was handed to the broker (seconds since 1970), where the source knows."""
 
     def __len__(self) -> int:
         return len(self.records) + len(self.dead)
@@ -83,6 +85,9 @@ class Source(Protocol):
 
     def commit(self, positions: Positions) -> None:
         """Tell the outside, for lag displays and retention; correctness never depends on it."""
+
+    def lag(self) -> int | None:
+        """Records that wait, where the source can tell cheaply."""
 
     def close(self) -> None: ...
 

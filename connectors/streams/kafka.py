@@ -83,7 +83,9 @@ class KafkaSource:
         self._assign()
 
     def _watermarks(self, number: int) -> tuple[int, int]:
-        low, high = self.consumer.get_watermark_offsets(self._kafka.TopicPartition(self.topic, number), timeout=OPEN_SECONDS, cached=False)
+        low, high = self.consumer.get_watermark_offsets(
+            self._kafka.TopicPartition(self.topic, number), timeout=OPEN_SECONDS, cached=False
+        )
         return int(low), int(high)
 
     def _assign(self) -> None:
@@ -114,6 +116,7 @@ class KafkaSource:
                 outcome = self.decoder.decode(message.value() or b"", f"{self.topic}[{partition}]", offset)
                 if isinstance(outcome, Record):
                     batch.records.append(outcome)
+                    batch.sent.append(message.timestamp()[1] / 1e3)
                 else:
                     batch.dead.append(outcome)
                 self.next[partition] = offset + 1
@@ -151,6 +154,15 @@ class KafkaSource:
             self.consumer.commit(offsets=offsets, asynchronous=True)
         except kafka.KafkaException:
             return  # only the lag display is behind; the checkpoint holds the truth
+
+    def lag(self) -> int | None:
+        # The ends that came with the last fetched messages; asking the broker would cost a round trip a batch.
+        waiting = 0
+        for number, offset in self.next.items():
+            partition = self._kafka.TopicPartition(self.topic, number)
+            _, high = self.consumer.get_watermark_offsets(partition, cached=True)
+            waiting += max(0, high - offset)
+        return waiting
 
     def close(self) -> None:
         self.consumer.close()

@@ -1,38 +1,234 @@
-"""What is watched beside the model, a stream each: how surprising the newest value was.
+"""What is watched beside the model, a stream each: surprise, intervals that keep their coverage, drift.
 
-All functions are pure and step many streams at once; the state is a data class of tensors with the streams first.
+All functions are pure and step many streams at once; the state is a data class of tensors with the streams first, so
+it is stacked, spilled and replayed like the model's own.
+
+- **Residuals.** A few steps of the horizon are tracked (1, 2, 4, ... and the last). The forecast for step h is held
+  back for h rows and judged when its row comes: nothing uses a target before its time.
+- **Intervals.** Adaptive conformal, as quantile tracking (Gibbs and Candes 2021; Angelopoulos et al. 2023, eq. 2): the
+  interval of step h is the model's outer quantiles stretched about the median by `c_h`, and after each judged row
+  log c_h moves by rate x (missed - (1 - level)). Its long-run coverage is the level whatever the data do.
+- **Anomaly.** The residual of step 1 in units of its own running absolute deviation, and `surprise`: the same residual
+  in units of what the model said it would be.
+- **Drift.** Two-sided CUSUM (Page 1954) of the standardised residual of the longest tracked step (a level that moved
+  biases it for a whole horizon, however fast the model follows), and of the successive differences of the residual of
+  step 1 (their size is the scale of the noise and does not see levels). Residuals are clipped, so one outlier is no
+  drift; the reference value and the limit grow with the residual's autocorrelation.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+# log c moves by at most this share a judged row; small enough to be steady, large enough to follow a season.
+INTERVAL_RATE = 0.05
+# Rows over which the absolute deviation of a residual is averaged.
+SCALE_ROWS = 64
+# A residual counts for at most so many deviations in its running scale: one outlier moves it by 3 %.
+SCALE_CLIP = 3.0
+# No alarm before so many residuals were seen; for drift eight horizons, in which a new memory learns its first seasons.
+WARM_UP = 32
+ANOMALY = 6.0
+"""Residuals beyond so many (normal-equivalent) deviations are anomalies."""
+DRIFT_CLIP = 3.5
+# CUSUM in standard deviations: half the shift to find, and a limit white noise reaches about once in 10^6 rows.
+DRIFT_REFERENCE = 0.5
+DRIFT_LIMIT = 12.0
+AUTOCORRELATION_ROWS = 256
+# Neighbouring differences share a value: the sizes of white noise's have an autocorrelation of 0.23 (1.3 times wider
+# in the long run), and the running scale they are measured with wanders by some percent.
+DIFFERENCES_WIDER = 1.6
+# Of |N(0, 1)|.
+HALF_NORMAL_MEAN = math.sqrt(2 / math.pi)
+HALF_NORMAL_SD = math.sqrt(1 - 2 / math.pi)
+
+NONE, ANOMALOUS, LEVEL, SCALE = 0, 1, 2, 4
+"""Bits of an alarm."""
+
+
+def tracked_steps(horizon: int) -> list[int]:
+    """1, 2, 4, ... and the horizon itself."""
+    steps = [1]
+    while steps[-1] * 2 < horizon:
+        steps.append(steps[-1] * 2)
+    return steps if horizon == 1 else [*steps, horizon]
+
 
 @dataclass(frozen=True)
 class MonitorState:
-    expected: Tensor
-    """(n, Q) float32: quantiles of the next value as forecast at the last row; NaN before the first forecast."""
+    rows: Tensor
+    """(n,) int64: rows of the grid so far, gaps included."""
+    pending: Tensor
+    """(n, P, 3) float64: lower, middle, upper of forecasts that wait for their row; a ring of h entries for each tracked
+    step h, entry rows % h. NaN: no forecast was made."""
+    stretch: Tensor
+    """(n, K) float32: log c of each tracked step."""
+    scale: Tensor
+    """(n, 2) float64: running absolute deviation of the residuals of the first and the last tracked step."""
+    seen: Tensor
+    """(n, 2) int64: residuals in `scale`."""
+    before: Tensor
+    """(n, 2) float32: the standardised residuals of the row before; NaN: none."""
+    correlation: Tensor
+    """(n,) float32: running lag-one autocorrelation of the standardised residual of the last step."""
+    cusum: Tensor
+    """(n, 4) float32: level up and down, scale up and down."""
 
 
-def initial(n: int, quantiles: int) -> MonitorState:
-    return MonitorState(torch.full((n, quantiles), torch.nan))
+@dataclass(frozen=True)
+class Verdict:
+    """What one row showed, a stream each."""
+
+    surprise: Tensor
+    """(n,) float64 residual of step 1 in standard deviations of the model's forecast; NaN: no forecast or no value."""
+    anomaly: Tensor
+    """(n,) float64 residual of step 1 in its own running standard deviations; NaN likewise or while warming up."""
+    alarm: Tensor
+    """(n,) int64 bits ANOMALOUS, LEVEL, SCALE."""
+    statistic: Tensor
+    """(n, 2) float32: the larger CUSUM of level and of scale, as shares of their limits."""
+    covered: Tensor
+    """(n,) bool: the value lay in the interval issued for it one row before."""
 
 
-def surprise(state: MonitorState, y: Tensor, levels: Tensor) -> Tensor:
-    """(n,) how far `y` (n,) lies from the median that was forecast for it, in standard deviations of that forecast.
+class Monitors:
+    """The functions with their constants for one model: `levels` are its quantiles (rising), `horizon` its steps."""
 
-    The forecast's outer quantiles are read as those of a normal distribution; NaN where nothing was forecast or
-    `y` is missing.
-    """
-    low, middle, high = state.expected[:, 0], state.expected[:, levels.numel() // 2], state.expected[:, -1]
-    width = torch.special.ndtri(levels[-1]) - torch.special.ndtri(levels[0])
-    spread = ((high - low) / width).clamp_min(torch.finfo(torch.float32).tiny)
-    return (y - middle).abs() / spread
+    def __init__(self, levels: tuple[float, ...], horizon: int):
+        self.levels = levels
+        self.coverage = levels[-1] - levels[0]
+        self.steps = tracked_steps(horizon)
+        self._step = torch.tensor(self.steps)
+        first = [sum(self.steps[:k]) for k in range(len(self.steps))]
+        self._first = torch.tensor(first)
+        self._ring = torch.cat([torch.full((h,), h) for h in self.steps])
+        """(P,) length of the ring each entry belongs to."""
+        self._place = torch.cat([torch.arange(h) for h in self.steps])
+        self._rate = INTERVAL_RATE / self._step.sqrt()
+        normal = torch.special.ndtri(torch.tensor([levels[0], levels[-1]], dtype=torch.float64))
+        self._normal_width = float(normal[1] - normal[0])
+        self._between = self._interpolation(horizon)
+
+    def _interpolation(self, horizon: int) -> Tensor:
+        """(K, horizon): log c of every step from the tracked ones, linear in log h."""
+        weights = torch.zeros(len(self.steps), horizon)
+        logs = [math.log(h) for h in self.steps]
+        for h in range(1, horizon + 1):
+            right = next(k for k, step in enumerate(self.steps) if step >= h)
+            if self.steps[right] == h:
+                weights[right, h - 1] = 1.0
+            else:
+                share = (math.log(h) - logs[right - 1]) / (logs[right] - logs[right - 1])
+                weights[right - 1, h - 1], weights[right, h - 1] = 1 - share, share
+        return weights
+
+    def initial(self, n: int) -> MonitorState:
+        return MonitorState(
+            rows=torch.zeros(n, dtype=torch.int64),
+            pending=torch.full((n, len(self._ring), 3), torch.nan, dtype=torch.float64),
+            stretch=torch.zeros(n, len(self.steps)),
+            scale=torch.zeros(n, 2, dtype=torch.float64),
+            seen=torch.zeros(n, 2, dtype=torch.int64),
+            before=torch.full((n, 2), torch.nan),
+            correlation=torch.zeros(n),
+            cusum=torch.zeros(n, 4),
+        )
+
+    def skip(self, state: MonitorState, gap: Tensor) -> MonitorState:
+        """Pass `gap` (n,) rows for which nothing came: what was forecast for them, or would have been made at them, is
+        dropped."""
+        ahead = (self._place - state.rows.unsqueeze(1)) % self._ring
+        gone = (ahead < gap.unsqueeze(1)).unsqueeze(2)
+        return _with(
+            state,
+            rows=state.rows + gap,
+            pending=torch.where(gone, torch.nan, state.pending),
+            before=torch.where((gap > 0).unsqueeze(1), torch.nan, state.before),
+        )
+
+    def judge(self, state: MonitorState, y: Tensor) -> tuple[MonitorState, Verdict]:
+        """Hold `y` (n,) float64 (NaN: missing) against the forecasts made for this row."""
+        here = self._first + state.rows.unsqueeze(1) % self._step
+        due = state.pending.gather(1, here.unsqueeze(2).expand(-1, -1, 3))
+        low, middle, high = due.unbind(2)
+        residual = y.unsqueeze(1) - middle
+        # How far out the value lies, in half-widths of the model's interval on its side.
+        half = torch.where(residual < 0, middle - low, high - middle)
+        tiny = torch.finfo(torch.float64).tiny
+        out = residual.abs() / half.clamp_min(tiny)
+        judged = ~residual.isnan()
+        missed = out > state.stretch.double().exp()
+        move = self._rate * (missed.float() - (1 - self.coverage))
+        stretch = torch.where(judged, state.stretch + move, state.stretch).clamp(-10.0, 10.0)
+        spread = (high[:, 0] - low[:, 0]) / self._normal_width
+        surprise = residual[:, 0].abs() / spread.clamp_min(tiny)
+        state, anomaly, alarm, statistic = self._watch(state, residual[:, [0, -1]])
+        covered = judged[:, 0] & ~missed[:, 0]
+        return _with(state, stretch=stretch), Verdict(surprise, anomaly, alarm, statistic, covered)
+
+    def _watch(self, s: MonitorState, residual: Tensor) -> tuple[MonitorState, Tensor, Tensor, Tensor]:
+        """Running scales, anomaly and drift. residual (n, 2) of the first and last tracked step, NaN: unknown."""
+        known = ~residual.isnan()
+        size = residual.abs()
+        warm = s.seen >= WARM_UP
+        settled = s.rows.unsqueeze(1) >= 8 * self.steps[-1]
+        deviation = s.scale / HALF_NORMAL_MEAN
+        z = (residual / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(s.seen > 0, torch.nan)
+        anomaly = z[:, 0].abs().where(warm[:, 0], torch.nan)
+        clipped = z.clamp(-DRIFT_CLIP, DRIFT_CLIP).float()
+        # Scale: differences of successive first-step residuals, sqrt(2) too wide, against those of a normal noise.
+        jump = ((clipped[:, 0] - s.before[:, 0]).abs() / math.sqrt(2)).clamp(max=DRIFT_CLIP)
+        jump = (jump - HALF_NORMAL_MEAN) / HALF_NORMAL_SD
+        watched = torch.stack([clipped[:, 1], jump], 1)
+        counts = warm & settled & ~watched.isnan()
+        value = torch.where(counts, watched, 0.0)
+        pair = counts[:, 0] & ~s.before[:, 1].isnan()
+        product = torch.where(pair, value[:, 0] * s.before[:, 1], s.correlation)
+        correlation = s.correlation + (product - s.correlation) / AUTOCORRELATION_ROWS
+        # Long-run against short-run deviation of an AR(1) with this autocorrelation.
+        rho = correlation.clamp(0.0, 0.95)
+        wider = torch.stack([((1 + rho) / (1 - rho)).sqrt(), torch.full_like(rho, DIFFERENCES_WIDER)], 1)
+        signed = torch.stack([value[:, 0], -value[:, 0], value[:, 1], -value[:, 1]], 1)
+        wide = wider.repeat_interleave(2, dim=1)
+        counted = counts.repeat_interleave(2, dim=1)
+        cusum = torch.where(counted, (s.cusum + signed - DRIFT_REFERENCE * wide).clamp(min=0.0), s.cusum)
+        statistic = torch.stack([cusum[:, :2].amax(1), cusum[:, 2:].amax(1)], 1) / (DRIFT_LIMIT * wider)
+        drift = statistic >= 1.0
+        alarm = (anomaly > ANOMALY) * ANOMALOUS + drift[:, 0] * LEVEL + drift[:, 1] * SCALE
+        # After an alarm the sums begin anew and the scales are learnt quickly again.
+        drifted = drift.any(1, keepdim=True)
+        cusum = torch.where(drifted, 0.0, cusum)
+        seen = torch.where(drifted, s.seen.clamp(max=WARM_UP // 2), s.seen)
+        rate = 1.0 / (seen + 1).clamp(max=SCALE_ROWS).double()
+        bounded = torch.where(seen > 0, torch.minimum(size, SCALE_CLIP * s.scale / HALF_NORMAL_MEAN), size)
+        scale = torch.where(known, s.scale + rate * (bounded - s.scale), s.scale)
+        state = _with(
+            s,
+            scale=scale,
+            seen=seen + known,
+            before=clipped,
+            correlation=correlation,
+            cusum=cusum,
+        )
+        return state, anomaly, alarm, statistic
+
+    def expect(self, state: MonitorState, forecast: Tensor) -> MonitorState:
+        """Hold `forecast` (n, horizon, Q), made at this row, back until its rows come; the row is finished."""
+        kept = forecast[:, self._step - 1][:, :, [0, len(self.levels) // 2, -1]].double()
+        here = self._first + state.rows.unsqueeze(1) % self._step
+        pending = state.pending.scatter(1, here.unsqueeze(2).expand(-1, -1, 3), kept)
+        return _with(state, rows=state.rows + 1, pending=pending)
+
+    def interval(self, state: MonitorState, forecast: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower and upper (n, horizon): the outer quantiles of `forecast` stretched about the median."""
+        stretch = (state.stretch @ self._between).exp()
+        middle = forecast[:, :, len(self.levels) // 2]
+        return middle + stretch * (forecast[:, :, 0] - middle), middle + stretch * (forecast[:, :, -1] - middle)
 
 
-def update(state: MonitorState, forecast: Tensor) -> MonitorState:
-    """Remember what `forecast` (n, horizon, Q) expects of the next row."""
-    return MonitorState(forecast[:, 0, :].to(torch.float32))
+def _with(state: MonitorState, **changes: Tensor) -> MonitorState:
+    return MonitorState(**{**vars(state), **changes})

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,9 +21,37 @@ from torch import Tensor
 
 from connectors.checkpoints import CheckpointStore
 from pipelines.streaming.event_time import Clock
-from titans_core.state import from_bytes, leaves, read_metadata, select, stack, to_bytes
+from titans_core.state import leaves, map_state, select, stack
 
 FIRST_SLOTS = 64
+
+
+class Layout:
+    """One stream's state as a fixed row of bytes: its tensors one after another, in the order of `leaves`.
+
+    Thousands of snapshots a second are taken from the stack at once this way. The layout itself (`signature`: paths,
+    types, shapes) stands once in the checkpoint; a run goes on only with the same.
+    """
+
+    def __init__(self, one: Any):
+        self._one = one
+        self._parts = [(path, leaf.dtype, leaf.shape[1:]) for path, leaf in leaves(one)]
+        self._bytes = [leaf.numel() * leaf.element_size() for _, leaf in leaves(one)]
+        self.signature = [[path, str(dtype).removeprefix("torch."), list(shape)] for path, dtype, shape in self._parts]
+
+    def rows(self, state: Any) -> list[bytes]:
+        """One row of bytes for each stream of `state`."""
+        flat = [leaf.reshape(leaf.shape[0], -1).contiguous().view(torch.uint8) for _, leaf in leaves(state)]
+        return [row.tobytes() for row in torch.cat(flat, 1).numpy()]
+
+    def state(self, rows: Sequence[bytes]) -> Any:
+        """The streams of `rows`, stacked."""
+        flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), sum(self._bytes))
+        parts = iter(
+            part.clone(memory_format=torch.contiguous_format).view(dtype).view(len(rows), *shape)
+            for part, (_, dtype, shape) in zip(flat.split(self._bytes, 1), self._parts, strict=True)
+        )
+        return map_state(lambda _: next(parts), self._one)
 
 
 class Slots:
@@ -31,6 +60,7 @@ class Slots:
     def __init__(self, fresh: Callable[[int], Any], store: CheckpointStore, limit: int):
         self._fresh = fresh
         self._new = fresh(1)
+        self.layout = Layout(self._new)
         self._store = store
         self.limit = limit
         self._size = min(FIRST_SLOTS, limit)
@@ -67,18 +97,17 @@ class Slots:
 
     def admit(self, unique_ids: Iterable[str], batch: int) -> None:
         """Make all these streams resident for `batch`; there must be no more of them than `limit`."""
-        missing = []
+        missing, load = [], []
         for name in unique_ids:
             if name in self._slot:
                 self._slot.move_to_end(name)
                 if self._stand_in.get(name, batch) < batch:  # the replay has passed the snapshot
-                    self._load(name, batch, self._slot[name])
+                    load.append(name)
             else:
                 missing.append(name)
         for name in missing:
-            slot = self._take(batch)
-            self._slot[name] = slot
-            self._load(name, batch, slot)
+            self._slot[name] = self._take(batch)
+        self._load(load + missing, batch)
 
     def _take(self, batch: int) -> int:
         if not self._free and self._size < self.limit:
@@ -86,7 +115,7 @@ class Slots:
         if not self._free:
             oldest = next(iter(self._slot))
             if oldest in self._since:
-                self._spilled[oldest] = (batch - 1, self._pack(oldest), self._since[oldest])
+                self._spilled[oldest] = (batch - 1, self._pack([oldest])[0], self._since[oldest])
                 self.spills += 1
             self._drop(oldest)
         return self._free.pop()
@@ -97,21 +126,31 @@ class Slots:
         self._free = list(range(size - 1, self._size - 1, -1))
         self._size = size
 
-    def _load(self, name: str, batch: int, slot: int) -> None:
-        self._stand_in.pop(name, None)
-        state, clock = self._new, Clock()
-        spilled = self._spilled.pop(name, None)
-        if spilled is not None:
-            self._since[name] = spilled[2]
-            self._since.move_to_end(name, last=False)
-        found = spilled or self._store.read(name)
-        if found is not None and found[0] < batch:
-            state, clock = self._unpack(found[1])
-            self.loads += 1
-        elif found is not None:
-            self._stand_in[name] = found[0]
-        self._clocks[name] = clock
-        self.put(torch.tensor([slot]), state)
+    def _load(self, names: Sequence[str], batch: int) -> None:
+        """Fill the slots of `names`: from their snapshots, or anew."""
+        new, known, rows = [], [], []
+        for name in names:
+            self._stand_in.pop(name, None)
+            spilled = self._spilled.pop(name, None)
+            if spilled is not None:
+                self._since[name] = spilled[2]
+                self._since.move_to_end(name, last=False)
+            found = spilled or self._store.read(name)
+            if found is not None and found[0] < batch:
+                clock, row = open_snapshot(found[1])
+                known.append(self._slot[name])
+                rows.append(row)
+            else:
+                clock = Clock()
+                new.append(self._slot[name])
+                if found is not None:
+                    self._stand_in[name] = found[0]
+            self._clocks[name] = clock
+        if known:
+            self.put(torch.tensor(known), self.layout.state(rows))
+            self.loads += len(known)
+        if new:
+            self.put(torch.tensor(new), map_state(lambda leaf: leaf.expand(len(new), *leaf.shape[1:]), self._new))
 
     def _drop(self, name: str) -> None:
         self._free.append(self._slot.pop(name))
@@ -122,6 +161,15 @@ class Slots:
     def drop_stand_ins(self) -> None:
         for name in list(self._stand_in):
             self._drop(name)
+
+    def seed(self, unique_ids: Sequence[str], last: Sequence[int], state: Any) -> dict[str, tuple[int, bytes]]:
+        """Snapshots, as of before the first batch, of streams whose memories were made elsewhere from rows up to `last`."""
+        out = {}
+        for name, ds, row in zip(unique_ids, last, self.layout.rows(state), strict=True):
+            clock = Clock()
+            clock.last = clock.newest = int(ds)
+            out[name] = (0, _close(clock, row))
+        return out
 
     # State in and out.
 
@@ -135,13 +183,11 @@ class Slots:
             for (_, leaf), (_, new) in zip(leaves(self.state), leaves(part), strict=True):
                 leaf.index_copy_(0, slots, new.to(leaf.dtype))
 
-    def _pack(self, name: str) -> bytes:
-        state = select(self.state, [self._slot[name]])
-        return to_bytes(state, clock=json.dumps(self._clocks[name].dump()))
-
-    def _unpack(self, data: bytes) -> tuple[Any, Clock]:
-        clock = Clock.load(json.loads(read_metadata(data)["clock"]))
-        return from_bytes(data, self._new), clock
+    def _pack(self, names: Sequence[str]) -> list[bytes]:
+        if not names:
+            return []
+        rows = self.layout.rows(self.gather(torch.tensor([self._slot[name] for name in names])))
+        return [_close(self._clocks[name], row) for name, row in zip(names, rows, strict=True)]
 
     # Snapshots.
 
@@ -155,8 +201,8 @@ class Slots:
         first, so that each commit writes about equally much and the journal stays about `share` batches long."""
         out = {name: (at, data) for name, (at, data, _) in self._spilled.items()}
         count = -(-len(self._since) // share)
-        for name in list(self._since)[:count] if share > 1 else list(self._since):
-            out[name] = (batch, self._pack(name))
+        names = list(islice(self._since, count))
+        out.update((name, (batch, data)) for name, data in zip(names, self._pack(names), strict=True))
         return out
 
     def committed(self, snapshots: Mapping[str, tuple[int, bytes]]) -> None:
@@ -169,9 +215,21 @@ class Slots:
         """First batch the journal must keep once `snapshots` are committed with `batch`."""
         return min((since for name, since in self._since.items() if name not in snapshots), default=batch + 1)
 
-    def export(self, unique_id: str) -> bytes | None:
-        """The present state of a stream as snapshot bytes; None for a stream that was never seen."""
+    def snapshot(self, unique_id: str) -> bytes | None:
+        """The present state of a stream as it is kept; None for a stream that was never seen."""
         if unique_id in self._slot:
-            return self._pack(unique_id)
+            return self._pack([unique_id])[0]
         found = self._spilled.get(unique_id) or self._store.read(unique_id)
         return None if found is None else found[1]
+
+
+def _close(clock: Clock, row: bytes) -> bytes:
+    """A snapshot: the length of the clock, the clock (JSON), the row of the state."""
+    text = json.dumps(clock.dump(), separators=(",", ":")).encode()
+    return len(text).to_bytes(4, "little") + text + row
+
+
+def open_snapshot(data: bytes) -> tuple[Clock, bytes]:
+    """The clock of a snapshot and the row of its state."""
+    end = 4 + int.from_bytes(data[:4], "little")
+    return Clock.load(json.loads(data[4:end])), data[end:]

@@ -11,18 +11,25 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from connectors.checkpoints import CheckpointStore
+from connectors.streams import open_sink, open_source
 from connectors.streams.base import Sink, Source
+from pipelines import DEFAULT_TRACKING_URI
+from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, StreamModel
-from pipelines.streaming.event_time import EventTime
+from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
+
+if TYPE_CHECKING:
+    from pipelines.forecasting.estimator import TitansForecaster
 
 # Large enough that one step costs little an event, small enough that a batch is done well within 250 ms.
 BATCH_ROWS = 1024
@@ -46,7 +53,8 @@ class StreamSummary:
     seconds: float
     events_per_s: float
     p50_ms: float | None
-    """Event handed out by the source -> its forecasts durable in the sink; median and 99th percentile over events."""
+    """Event given to the broker, or taken from the source -> its forecasts durable in the sink; the median and the
+    99th percentile over the last 100,000 events."""
     p99_ms: float | None
     checkpoint_bytes_per_s: float
     restart_s: float
@@ -54,6 +62,105 @@ class StreamSummary:
     spilled: int
     stopped: str
     """`end of the source`, `signal`, or `max_events`."""
+    output: str | None = None
+    alarms: str | None = None
+    dead_letters: str | None = None
+    checkpoint: str | None = None
+
+
+def run(
+    source: str,
+    *,
+    checkpoint: str | Path,
+    output: str,
+    id_column: str | None = "unique_id",
+    time_column: str = "ds",
+    target_column: str = "y",
+    event_column: str = "event_id",
+    model_name: str = "forecaster",
+    version: str = "challenger",
+    tracking_uri: str = DEFAULT_TRACKING_URI,
+    follow: bool = False,
+    grace: str = "0s",
+    conflict: str = "reject",
+    max_events: int | None = None,
+    progress: bool = False,
+    metrics_port: int | None = None,
+    history: str | None = None,
+) -> StreamSummary:
+    """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
+
+    history: a table whose rows every memory reads before the first event, when the checkpoint is new.
+
+    Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
+    checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
+    metrics and `/healthz`, `/readyz` on the loopback interface. Raises UserError.
+    """
+    # Only here: a worker on a model in hand needs neither MLflow nor the training code.
+    from pipelines import tracking
+    from pipelines.forecasting.estimator import TitansForecaster
+
+    registered = tracking.load_model(model_name, version, tracking_uri)
+    fitted = TitansForecaster.from_weights(registered.weights, registered.config)
+    model = stream_model(fitted, f"{registered.name}/{registered.version}")
+    policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
+    past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
+    columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
+    base = Path(checkpoint if "://" in output else output).with_suffix("")
+    for folder in (Path(checkpoint).parent, base.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+    places = {
+        "output": output,
+        "alarms": str(base.with_suffix(".alarms.ndjson")),
+        "dead_letters": str(base.with_suffix(".dead.ndjson")),
+    }
+    stop = Stop()
+    with ExitStack() as stack:
+        stack.enter_context(stop.on_signals())
+        live = open_source(source, columns=columns, follow=follow, count_steps=policy.frequency.counts)
+        stack.callback(live.close)
+        sinks = {}
+        for name, place in places.items():
+            sinks[name] = open_sink(place)
+            stack.callback(sinks[name].close)
+        store = CheckpointStore(checkpoint)
+        stack.callback(store.close)
+        tell = stack.enter_context(Dials(metrics_port, progress))
+        summary = work(
+            model,
+            policy,
+            live,
+            store,
+            sinks["output"],
+            sinks["alarms"],
+            sinks["dead_letters"],
+            max_events=max_events,
+            stop=stop,
+            report=tell,
+            past=past,
+        )
+    return replace(
+        summary,
+        checkpoint=str(checkpoint),
+        output=output,
+        alarms=places["alarms"],
+        dead_letters=places["dead_letters"],
+    )
+
+
+def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
+    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own."""
+    from pipelines.forecasting.calendar import phases
+
+    config = fitted.forecaster_.config
+    return StreamModel(
+        memory=fitted.forecaster_,
+        version=version,
+        frequency=fitted.frequency_,
+        horizon=config.horizon,
+        quantiles=config.quantiles,
+        phase=phases(fitted.frequency_, config.seasons),
+    )
 
 
 class Stop:
@@ -91,6 +198,7 @@ def work(
     source: Source,
     store: CheckpointStore,
     output: Sink,
+    alarms: Sink,
     dead_letters: Sink,
     *,
     batch_rows: int = BATCH_ROWS,
@@ -98,31 +206,35 @@ def work(
     max_resident: int = 16_384,
     max_events: int | None = None,
     stop: Stop | None = None,
-    report: Callable[[Counter[str], int], None] | None = None,
+    report: Callable[[Step], None] | None = None,
+    past: tuple[Sequence[str], Sequence[int], Any] | None = None,
 ) -> StreamSummary:
     """Run until the source ends, `max_events` lines were taken in this run, or `stop` is set.
 
-    `report(counters, streams)` is called after every commit. Raises UserError for what a person must put right
+    `report` is called after every commit. Raises UserError for what a person must put right
     (another model than the checkpoint's, a moved output, a full disk); whatever was committed stays.
     """
     batch_rows = min(batch_rows, max_resident)
     stop = Stop() if stop is None else stop
     begun = time.monotonic()
-    settings = {"model": model.version, **policy.settings()}
-    progress = store.claim(settings)
     engine = Engine(model, policy, store, max_resident=max_resident)
-    sinks = {"output": output, "dead_letters": dead_letters}
+    progress = store.claim({"model": model.version, **policy.settings(), "state": engine.slots.layout.signature})
+    sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
         sink.resume(progress.receipts.get(name))
+    if not progress.receipts:
+        store.begin({name: sink.flush() for name, sink in sinks.items()})
+    if past is not None and not progress.done and not progress.positions:
+        engine.seed(*past)
     pending = engine.restore()
     restart = time.monotonic() - begun
     if progress.positions:
         source.seek(progress.positions)
     counters: Counter[str] = Counter(progress.counters)
     intake = _Intake(source, engine, batch_rows, max_events, stop, counters["received"])
-    latencies: deque[tuple[float, int]] = deque(maxlen=LATENCIES_KEPT)
+    latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
     batch, batches = progress.done + 1, 0
-    arrivals, arrived = (pending[0], time.monotonic()) if pending else (None, 0.0)
+    arrivals, sent = (pending[0], [time.time()] * len(pending[0].records)) if pending else (None, [])
     if arrivals is not None:
         intake.received += len(arrivals.records) + len(arrivals.dead)
     while True:
@@ -132,16 +244,19 @@ def work(
                 if intake.finished:
                     break
                 continue
-            arrived = time.monotonic()
+            sent = intake.sent
             store.accept(batch, pack_arrivals(arrivals), source.positions())
         outcome = engine.step(arrivals, batch)
         output.write(outcome.forecasts)
+        alarms.write(outcome.alarms)
         dead_letters.write(outcome.dead)
         receipts = {name: sink.flush() for name, sink in sinks.items()}
-        latencies.append((1e3 * (time.monotonic() - arrived), len(arrivals.records)))
+        now = time.time()
+        waited = [1e3 * (now - then) for then in sent]
+        latencies.extend(waited)
         counters.update(outcome.counters)
         following = intake.take(batch + 1, 0.0)
-        arrived = time.monotonic()
+        sent = intake.sent
         snapshots = engine.slots.snapshots(batch, share=snapshot_share)
         store.commit(
             batch,
@@ -155,13 +270,14 @@ def work(
         engine.slots.committed(snapshots)
         source.commit(source.positions())
         if report is not None:
-            report(counters, len(engine.slots))
+            surprise, written = outcome.mean_surprise, store.bytes_written
+            report(Step(counters, len(engine.slots), waited, surprise, source.lag(), written))
         arrivals, batch, batches = following, batch + 1, batches + 1
     final = engine.slots.snapshots(batch - 1, share=1)
     store.settle(final)
     engine.slots.committed(final)
     seconds = time.monotonic() - begun
-    p50, p99 = _percentiles(latencies)
+    p50, p99 = np.percentile(latencies, [50, 99]).tolist() if latencies else (None, None)
     return StreamSummary(
         model=model.version,
         resumed=progress.done > 0 or pending is not None,
@@ -190,6 +306,8 @@ class _Intake:
         self._batch_rows = batch_rows
         self._last = None if max_events is None else received + max_events
         self.received = received
+        self.sent: list[float] = []
+        """When each record of the last batch was handed to the broker, or was taken from the source."""
         self.finished = False
         self.reason = "end of the source"
 
@@ -204,6 +322,7 @@ class _Intake:
         if self._last is not None:
             room = min(room, self._last - self.received)
         polled = self._source.poll(room, timeout)
+        self.sent = polled.sent or [time.time()] * len(polled.records)
         if len(polled):
             self.received += len(polled)
             return Arrivals(polled.records, polled.dead)
@@ -217,13 +336,3 @@ class _Intake:
                     return Arrivals(flush=waiting)
         self.finished = True
         return None
-
-
-def _percentiles(latencies: deque[tuple[float, int]]) -> tuple[float | None, float | None]:
-    times = np.array([ms for ms, count in latencies for _ in range(min(count, 1))])
-    weights = np.array([count for _, count in latencies if count])
-    if not len(times):
-        return None, None
-    order = np.argsort(times)
-    share = np.cumsum(weights[order]) / weights.sum()
-    return tuple(float(times[order][np.searchsorted(share, q)]) for q in (0.5, 0.99))  # type: ignore[return-value]

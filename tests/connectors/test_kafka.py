@@ -22,7 +22,10 @@ def kafka(request, tmp_path_factory):
 def now_lines(count: int, streams: int = 4) -> list[str]:
     # One broker drops records older than seven days: event times are of today.
     start = int(time.time()) // 60 * 60 - count * 60
-    return [json.dumps({"unique_id": f"s{n % streams}", "ds": start + n // streams * 60, "y": float(n)}) for n in range(count)]
+    return [
+        json.dumps({"unique_id": f"s{n % streams}", "ds": start + n // streams * 60, "y": float(n)})
+        for n in range(count)
+    ]
 
 
 def drain(source, size: int = 37) -> list:

@@ -15,7 +15,9 @@ from connectors.streams.files import FileSink, FileSource, ParquetSink, StdinSou
 
 
 def lines(start: int, stop: int) -> str:
-    return "".join(json.dumps({"unique_id": "a", "ds": f"2024-01-01T00:00:{n:02d}", "y": n}) + "\n" for n in range(start, stop))
+    return "".join(
+        json.dumps({"unique_id": "a", "ds": f"2024-01-01T00:00:{n:02d}", "y": n}) + "\n" for n in range(start, stop)
+    )
 
 
 def values(batch) -> list[float]:
@@ -150,7 +152,9 @@ def test_standard_input(tmp_path: Path) -> None:
         assert source.ended and source.positions() == {"stdin": {"line": 4}}
 
 
-ROWS = pl.DataFrame({"unique_id": ["a", "b"], "ds": [datetime(2024, 1, 1), datetime(2024, 1, 1, 0, 0, 0, 5000)], "q0.5": [1.0, 2.0]})
+ROWS = pl.DataFrame(
+    {"unique_id": ["a", "b"], "ds": [datetime(2024, 1, 1), datetime(2024, 1, 1, 0, 0, 0, 5000)], "q0.5": [1.0, 2.0]}
+)
 
 
 @pytest.mark.parametrize("name", ["o.csv", "o.ndjson", "o.parquet"])

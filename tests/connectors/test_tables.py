@@ -8,7 +8,9 @@ import pytest
 from connectors import tables
 from connectors.errors import UserError
 
-FRAME = pl.DataFrame({"unique_id": ["a", "a", "b"], "ds": [datetime(2024, 1, 1, h) for h in (0, 1, 0)], "y": [1.0, 2.5, None]})
+FRAME = pl.DataFrame(
+    {"unique_id": ["a", "a", "b"], "ds": [datetime(2024, 1, 1, h) for h in (0, 1, 0)], "y": [1.0, 2.5, None]}
+)
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.parquet"])

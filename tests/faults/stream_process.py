@@ -6,13 +6,13 @@ import resource
 import signal
 import sys
 import time
-from collections import Counter
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from connectors.checkpoints import CheckpointStore
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
+from pipelines.streaming.dials import Step
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
 from pipelines.streaming.worker import Stop, work
 from tests.pipelines.toy_memory import toy_model
@@ -44,7 +44,7 @@ def main(source: str, folder: Path, pause: float, largest_file: int) -> None:
 def run(source: str, folder: Path, pause: float = 0.0) -> str:
     stop = Stop()
 
-    def report(counters: Counter[str], streams: int) -> None:
+    def report(step: Step) -> None:
         time.sleep(pause)
 
     with stop.on_signals():
@@ -54,6 +54,7 @@ def run(source: str, folder: Path, pause: float = 0.0) -> str:
             open_source(source),
             CheckpointStore(folder / "c.db"),
             open_sink(str(folder / "out.csv")),
+            open_sink(str(folder / "alarms.ndjson")),
             open_sink(str(folder / "dead.ndjson")),
             batch_rows=16,
             snapshot_share=5,

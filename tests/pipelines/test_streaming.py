@@ -3,6 +3,8 @@ import os
 from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 import numpy as np
 import polars as pl
@@ -13,6 +15,7 @@ from connectors.checkpoints import CheckpointError, CheckpointStore
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Record
+from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows, unpack_arrivals
@@ -22,6 +25,9 @@ from tests.pipelines.toy_memory import toy_model
 SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
 MINUTE = 60_000_000
 START = 1_704_067_200_000_000
+
+
+OUTPUTS = ("out.csv", "alarms.ndjson", "dead.ndjson")
 
 
 def case(name: str) -> Path:
@@ -50,13 +56,12 @@ def run(source: Path, folder: Path, *, grace: str = "0s", version: str = "toy/1"
     folder.mkdir(exist_ok=True)
     policy = EventTime(Frequency.parse("1m"), grace=parse_duration(grace))
     store = CheckpointStore(folder / "c.db")
-    output, dead = open_sink(str(folder / "out.csv")), open_sink(str(folder / "dead.ndjson"))
+    sinks = [open_sink(str(folder / name)) for name in OUTPUTS]
     try:
-        return work(toy_model(version=version), policy, open_source(str(source)), store, output, dead, **options)
+        return work(toy_model(version=version), policy, open_source(str(source)), store, *sinks, **options)
     finally:
-        output.close()
-        dead.close()
-        store.close()
+        for thing in (*sinks, store):
+            thing.close()
 
 
 def digest(folder: Path) -> str:
@@ -85,11 +90,15 @@ def test_rows_of_the_output(tmp_path: Path) -> None:
     source.write_text("unique_id,ds,y\na,2024-01-01 00:00,1\na,2024-01-01 00:01,\na,2024-01-01 00:04,3\n")
     summary = run(source, tmp_path / "r")
     rows = pl.read_csv(tmp_path / "r/out.csv", try_parse_dates=True)
-    assert rows.columns == ["unique_id", "origin", "ds", "step", "q0.1", "q0.5", "q0.9", "surprise", "model_version"]
+    assert rows.columns == [
+        *("unique_id", "origin", "ds", "step", "q0.1", "q0.5", "q0.9"),
+        *("low", "high", "surprise", "anomaly", "model_version"),
+    ]
     assert rows.height == 9 and rows["step"].to_list() == [1, 2, 3] * 3
     assert rows["ds"][3].replace(tzinfo=None) == datetime(2024, 1, 1, 0, 2)
     assert rows["q0.5"][3] == pytest.approx(rows["q0.5"][0], rel=1e-5), "a missing value is not learnt"
     assert rows["surprise"].null_count() == 9, "no forecast before the first row, no truth in the second, a gap then"
+    assert rows["low"].to_list()[:6] == rows["q0.1"].to_list()[:6], "nothing was judged yet"
     assert summary.counters["accepted"] == 2 and summary.counters["missing"] == 1
     assert summary.counters["gap_steps"] == 2 and summary.stopped == "end of the source"
 
@@ -104,7 +113,7 @@ def test_stop_and_start_anywhere_changes_nothing(tmp_path: Path, stops: list[int
         before = stop
     last = run(source, tmp_path / "b", batch_rows=1, grace="2m")
     assert last.resumed and last.events == 240 - before
-    for name in ("out.csv", "dead.ndjson"):
+    for name in OUTPUTS:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert digest(tmp_path / "a") == digest(tmp_path / "b")
 
@@ -149,23 +158,22 @@ def test_a_crash_at_any_call_changes_nothing(tmp_path: Path, max_resident: int) 
             return wrapped
 
         store = CheckpointStore(folder / "c.db")
-        output, dead = open_sink(str(folder / "out.csv")), open_sink(str(folder / "dead.ndjson"))
+        output, _, dead = sinks = [open_sink(str(folder / name)) for name in OUTPUTS]
         for thing, names in ((store, ("accept", "commit", "settle")), (output, ("write", "flush")), (dead, ("flush",))):
             for name in names:
                 setattr(thing, name, maybe(getattr(thing, name)))
         try:
             policy = EventTime(Frequency.parse("1m"), grace=2 * MINUTE)
             options = {"batch_rows": 16, "snapshot_share": 5, "max_resident": max_resident}
-            work(toy_model(), policy, open_source(str(source)), store, output, dead, **options)
+            work(toy_model(), policy, open_source(str(source)), store, *sinks, **options)
             break
         except Killed:
             deaths += 1
         finally:
-            output.close()
-            dead.close()
-            store.close()
+            for thing in (*sinks, store):
+                thing.close()
     assert deaths >= 10
-    for name in ("out.csv", "dead.ndjson"):
+    for name in OUTPUTS:
         assert (tmp_path / "a" / name).read_bytes() == (folder / name).read_bytes()
     assert digest(tmp_path / "a") == digest(folder)
 
@@ -245,11 +253,9 @@ def test_case_resume(tmp_path: Path) -> None:
     def hourly(folder: Path, **options) -> None:
         folder.mkdir(exist_ok=True)
         store = CheckpointStore(folder / "c.db")
-        output, dead = open_sink(str(folder / "out.csv")), open_sink(str(folder / "dead.ndjson"))
-        work(
-            toy_model("1h"), EventTime(Frequency.parse("1h")), open_source(str(source)), store, output, dead, **options
-        )
-        for thing in (output, dead, store):
+        sinks = [open_sink(str(folder / name)) for name in OUTPUTS]
+        work(toy_model("1h"), EventTime(Frequency.parse("1h")), open_source(str(source)), store, *sinks, **options)
+        for thing in (*sinks, store):
             thing.close()
 
     hourly(tmp_path / "a")
@@ -276,8 +282,8 @@ def test_a_stop_is_graceful(tmp_path: Path) -> None:
     stop = Stop()
     counts = []
 
-    def report(counters: Counter, streams: int) -> None:
-        counts.append(counters["received"])
+    def report(step: Step) -> None:
+        counts.append(step.counters["received"])
         if len(counts) == 3:
             stop.set()
 
@@ -301,3 +307,23 @@ def test_nothing_learns_through_autograd(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "c.db")
     Engine(model, EventTime(Frequency.parse("1m")), store).step(Arrivals([Record("a", START, 1.0, None, "p", 0)]), 1)
     assert seen == [True]
+
+
+def test_metrics_and_health(tmp_path: Path) -> None:
+    source = events(tmp_path / "e.ndjson", 3, 200)
+    pages: dict[str, str] = {}
+    with Dials(port=0) as dials:
+        with pytest.raises(HTTPError, match="503"):
+            urlopen(f"{dials.address}/readyz")
+
+        def report(step: Step) -> None:
+            dials(step)
+            pages.update({p: urlopen(dials.address + p).read().decode() for p in ("/metrics", "/healthz", "/readyz")})
+
+        summary = run(source, tmp_path / "a", batch_rows=20, report=report)
+    assert pages["/healthz"] == "alive\n" and pages["/readyz"] == "ready\n"
+    metrics = dict(line.rsplit(" ", 1) for line in pages["/metrics"].splitlines() if not line.startswith("#"))
+    counters = summary.counters
+    assert float(metrics['tethys_events_total{verdict="accepted"}']) == counters["accepted"]
+    assert float(metrics["tethys_coverage"]) == pytest.approx(counters["covered"] / counters["judged"])
+    assert float(metrics["tethys_latency_seconds_count"]) == 200

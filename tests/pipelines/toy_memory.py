@@ -29,7 +29,7 @@ class ToyMemory:
     def observe(self, state: ToyState, y: Tensor, observed: Tensor, phase: Tensor) -> ToyState:
         mean, spread, count, noise = state
         for t in range(y.shape[1]):
-            value, seen = y[:, t], observed[:, t]
+            value, seen = y[:, t].float(), observed[:, t]
             error = value - mean
             moved = torch.where(count == 0, value, mean + self.rate * error)
             mean = torch.where(seen, moved, mean)

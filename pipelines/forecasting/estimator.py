@@ -1,0 +1,358 @@
+"""TitansForecaster: a forecaster for tables, with scikit-learn's conventions, whose memory goes on learning after `fit`.
+
+Many series share one set of weights; each has a memory of its own. `fit` trains on a long frame and leaves every series' memory at its
+last row; `update` moves the memories on with new rows and trains nothing; `predict` reads them. Save and load keep weights and memories.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import polars as pl
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from sklearn.base import BaseEstimator
+
+from connectors.errors import UserError
+from pipelines.forecasting.calendar import default_seasons, phases
+from pipelines.windows import Panel, continue_grid, panel, read_panel
+from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
+from titans_core.state import from_bytes, replace, select, stack, to_bytes
+from titans_core.training import Line, Rows, Training, Windows, calibrate, fit_line, fit_network, initial_memory, replay
+
+# Enough windows for a few hundred weights a step; more cost time and memory and change little.
+MAX_WINDOWS = 60_000
+MAX_SERIES = 2_000  # series that training looks at; all get a memory
+CELLS_AT_ONCE = 1 << 17  # series x rows that one call of `observe` works on
+CONFIG_VERSION = 1
+
+
+class TitansForecaster(BaseEstimator):
+    """Parameters: horizon and look_back in rows; memory `carried`, `window` or `frozen`; hidden units of the network (0: a line only);
+    quantiles in rising order; valid_share of the rows, at the end, choose the settings and calibrate the quantiles; epochs and seed of
+    the network; frequency of the series (inferred where None).
+
+    After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
+    """
+
+    def __init__(
+        self,
+        horizon: int = 24,
+        look_back: int = 96,
+        memory: Memory = "carried",
+        hidden: int = 64,
+        quantiles: tuple[float, ...] = (0.025, 0.1, 0.5, 0.9, 0.975),
+        valid_share: float = 0.2,
+        epochs: int = 8,
+        seed: int = 0,
+        frequency: str | None = None,
+    ) -> None:
+        self.horizon = horizon
+        self.look_back = look_back
+        self.memory = memory
+        self.hidden = hidden
+        self.quantiles = quantiles
+        self.valid_share = valid_share
+        self.epochs = epochs
+        self.seed = seed
+        self.frequency = frequency
+
+    def fit(self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None) -> TitansForecaster:
+        """Train on a long frame (`unique_id, ds, y`) or a panel. progress(epoch, epochs, validation error) is called after each epoch.
+
+        Raises UserError where the series are too short for one training window, naming what would fit.
+        """
+        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency)
+        grid, y, observed = table.aligned()
+        total = y.shape[1]
+        held_out = max(self.horizon, math.ceil(self.valid_share * total))
+        border = total - held_out
+        if border < self.look_back + self.horizon + 1:
+            raise UserError(
+                f"the longest span of the series is {total} rows; with look-back {self.look_back}, horizon {self.horizon} and {held_out} rows "
+                f"of validation at least {self.look_back + self.horizon + 1 + held_out} are needed: shorten the look-back or the horizon"
+            )
+        seasons = default_seasons(table.frequency, border)
+        config = ForecasterConfig(
+            look_back=self.look_back,
+            horizon=self.horizon,
+            seasons=seasons,
+            memory=self.memory,
+            hidden=self.hidden,
+            quantiles=tuple(self.quantiles),
+        )
+        self.frequency_, self.ids_ = table.frequency, table.ids
+        chosen = np.random.default_rng(self.seed).permutation(len(y))[:MAX_SERIES]
+        chosen.sort()
+        rows = self._rows(grid, y[chosen], observed[chosen], seasons)
+        torch.manual_seed(self.seed)
+        model = Forecaster(config)
+        start = self._fresh(model, rows, border)
+        stride = max(1, math.ceil(len(chosen) * border / MAX_WINDOWS))
+        train = torch.arange(self.look_back, border - self.horizon + 1, stride)
+        valid = torch.arange(border, total - self.horizon + 1, stride)
+        (train_windows, valid_windows), _ = replay(model, start, rows, [train, valid])
+        try:
+            self.line_ = fit_line(model, train_windows, valid_windows)
+        except ValueError as error:
+            raise UserError(f"{error}: too many values are missing, or no series is as long as look-back and horizon") from error
+        self.forecaster_ = model
+        settings = Training(epochs=self.epochs, seed=self.seed)
+        tell = None if progress is None else (lambda epoch, error: progress(epoch, self.epochs, error))
+        self.valid_error_ = fit_network(self.forecaster_, train_windows, valid_windows, settings, tell)
+        calibrate(self.forecaster_, valid_windows)
+        self.state_, self.last_ds_ = self._read(self.forecaster_, table)
+        return self
+
+    def predict(self, frame: pl.DataFrame | None = None, quantiles: tuple[float, ...] | None = None) -> pl.DataFrame:
+        """The next `horizon` rows of every series: unique_id, ds, `mean`, and a column `qLEVEL` a quantile.
+
+        Without a frame the series known from fit and update are continued; with one, fresh memories read it from its first row to its
+        last and this estimator stays as it was. Raises UserError for a level that the model was not calibrated for.
+        """
+        if frame is None:
+            self._check_fitted()
+            return self._forecast(self.state_, self.ids_, self.last_ds_, quantiles)
+        table = panel(frame, frequency=self.frequency_)
+        state, last = self._read(self.forecaster_, table)
+        return self._forecast(state, table.ids, last, quantiles)
+
+    def update(self, frame: pl.DataFrame | Panel) -> TitansForecaster:
+        """Write new rows into the memories; weights stay. Rows between a series' last and the new first count as missing.
+
+        fit(rows[:n]).update(rows[n:]) holds the memories of one pass over all rows. Series not met before begin with a fresh memory.
+        Raises UserError for rows that are not later than what a memory has already read.
+        """
+        self._check_fitted()
+        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_)
+        known = {name: i for i, name in enumerate(self.ids_)}
+        new = [name for name in table.ids if name not in known]
+        phase = phases(self.frequency_, self.forecaster_.config.seasons)
+        ids, states, last_ds = list(self.ids_), [self.state_], list(self.last_ds_)
+        for name in new:
+            known[name] = len(ids)
+            ids.append(name)
+            last_ds.append(None)
+        if new:
+            states.append(self.forecaster_.initial_state(len(new)))
+        state = stack(states)
+        for i, name in enumerate(table.ids):
+            part, at = table.rows(i), known[name]
+            ds, y, seen = table.ds[part], table.y[part], table.observed[part]
+            before = last_ds[at]
+            if before is not None:
+                if ds[0] <= before:
+                    raise UserError(
+                        f"series {name!r}: the update begins at {ds[0]}, but its memory has read up to {before}: send only later rows"
+                    )
+                gap = int((_steps_between(before, ds[0], self.frequency_))) - 1
+                if gap:
+                    ds = np.concatenate([continue_grid(before, self.frequency_, gap), ds])
+                    y = np.concatenate([np.full(gap, np.nan), y])
+                    seen = np.concatenate([np.zeros(gap, bool), seen])
+            one = select(state, [at])
+            with torch.inference_mode():
+                one = self.forecaster_.observe(
+                    one, torch.from_numpy(y)[None], torch.from_numpy(seen)[None], torch.from_numpy(phase(ds))[None]
+                )
+            state = replace(state, [at], one)
+            last_ds[at] = ds[-1]
+        self.state_, self.ids_, self.last_ds_ = state, tuple(ids), np.array(last_ds)
+        return self
+
+    def windows(self, table: Panel, origins: NDArray[np.int64]) -> tuple[Windows, NDArray[Any]]:
+        """Windows of this model at row counts `origins` of the panel's common grid, for every series, origin by origin; and the grid.
+
+        Memories are fresh at the first row of the panel, and an origin knows nothing later than the row before it.
+        """
+        self._check_fitted()
+        grid, y, observed = table.aligned()
+        rows = self._rows(grid, y, observed, self.forecaster_.config.seasons)
+        (found,), _ = replay(
+            self.forecaster_, self.forecaster_.initial_state(len(y)), rows, [torch.from_numpy(np.asarray(origins, np.int64))]
+        )
+        return found, grid
+
+    def quantiles_at(self, table: Panel, origins: NDArray[np.int64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Rolling-origin forecasts: expected values (S, n, H) and quantiles (S, n, H, Q), all windows through the model in batches."""
+        found, _ = self.windows(table, origins)
+        model = self.forecaster_
+        points, around = [], []
+        with torch.inference_mode():
+            for part, base, unit in zip(found.x.split(4096), found.level.split(4096), found.unit.split(4096), strict=True):
+                middle = model.centre_of(part)
+                spread = model.roughness(part) ** model.config.spread
+                points.append(base[:, None] + unit[:, None] * middle)
+                wide = middle.unsqueeze(2) + spread.unsqueeze(2) * model.offsets
+                around.append(base[:, None, None] + unit[:, None, None] * wide)
+        shape = (len(origins), len(table))
+        point = torch.cat(points).unflatten(0, shape).transpose(0, 1)
+        quantile = torch.cat(around).unflatten(0, shape).transpose(0, 1)
+        return point.numpy(), quantile.numpy()
+
+    def backtest(self, frame: pl.DataFrame | Panel, origins: int = 4) -> pl.DataFrame:
+        """Forecasts at the last `origins` rolling origins, one horizon apart: unique_id, origin, ds, y, mean and the quantiles."""
+        from pipelines.forecasting.backtest import rolling_origins, tidy
+
+        self._check_fitted()
+        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_)
+        at = rolling_origins(table, self.horizon, origins, self.look_back)
+        point, quantile = self.quantiles_at(table, at)
+        return tidy(table, at, point, quantile, self.forecaster_.config.quantiles)
+
+    def save(self, folder: str | Path) -> None:
+        """weights.safetensors, config.json and the memories of the known series (state.safetensors) into a folder."""
+        self._check_fitted()
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_weights(self.forecaster_, folder / "weights.safetensors")
+        (folder / "config.json").write_text(json.dumps(self.describe(), indent=2, sort_keys=True) + "\n")
+        known = {"ids": list(self.ids_), "last_ds": [int(np.int64(_as_int(d))) for d in self.last_ds_]}
+        (folder / "state.safetensors").write_bytes(to_bytes(self.state_, series=json.dumps(known)))
+
+    @classmethod
+    def load(cls, folder: str | Path) -> TitansForecaster:
+        """What `save` wrote. Raises UserError for a folder that holds no saved forecaster."""
+        from titans_core.state import read_metadata
+
+        folder = Path(folder)
+        for name in ("weights.safetensors", "config.json", "state.safetensors"):
+            if not (folder / name).is_file():
+                raise UserError(f"{folder} holds no saved forecaster: {name} is missing")
+        loaded = cls.from_weights(folder / "weights.safetensors", json.loads((folder / "config.json").read_text()))
+        data = (folder / "state.safetensors").read_bytes()
+        known = json.loads(read_metadata(data)["series"])
+        loaded.state_ = from_bytes(data, loaded.forecaster_.initial_state(1))
+        loaded.ids_ = tuple(known["ids"])
+        stamps = np.array(known["last_ds"], dtype=np.int64)
+        loaded.last_ds_ = stamps if loaded.frequency_.endswith("i") else stamps.view("datetime64[us]")
+        return loaded
+
+    def describe(self) -> dict[str, Any]:
+        """The configuration as plain data: what config.json holds beside the weights."""
+        self._check_fitted()
+        return {
+            "format_version": CONFIG_VERSION,
+            "model": "forecaster",
+            "frequency": self.frequency_,
+            "parameters": {**self.get_params(), "quantiles": list(self.quantiles)},
+            "forecaster": self.forecaster_.config.to_json(),
+            "line": {k: v for k, v in dataclasses.asdict(self.line_).items() if math.isfinite(v)},
+            "valid_error": self.valid_error_,
+        }
+
+    @classmethod
+    def from_weights(cls, weights: str | Path, config: dict[str, Any]) -> TitansForecaster:
+        """A fitted estimator without memories of its own, from a safetensors file and what `describe` gave."""
+        if config.get("model") != "forecaster" or config.get("format_version") != CONFIG_VERSION:
+            raise UserError(
+                f"{weights}: the configuration beside it is of model {config.get('model')!r}, format {config.get('format_version')!r}; "
+                f"this program reads model 'forecaster', format {CONFIG_VERSION}"
+            )
+        parameters = {**config["parameters"], "quantiles": tuple(config["parameters"]["quantiles"])}
+        loaded = cls(**parameters)
+        loaded.forecaster_ = load_weights(weights, ForecasterConfig.from_json(config["forecaster"]))
+        loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**{"gap_penalty": math.inf, "error": math.nan, **config["line"]}), config["valid_error"]
+        loaded.ids_, loaded.last_ds_ = (), np.array([])
+        loaded.state_ = loaded.forecaster_.initial_state(0)
+        return loaded
+
+    def _check_fitted(self) -> None:
+        if not hasattr(self, "forecaster_"):
+            raise UserError("this forecaster is not fitted: call fit, or load a saved one")
+
+    def _rows(self, grid: NDArray[Any], y: NDArray[np.float64], observed: NDArray[np.bool_], seasons: Any) -> Rows:
+        frequency = self.frequency_
+        stamps = np.concatenate([grid, continue_grid(grid[-1], frequency, self.horizon)])
+        slots = torch.from_numpy(phases(frequency, seasons)(stamps)).to(torch.int16)
+        return Rows(torch.from_numpy(y), torch.from_numpy(observed), slots.expand(len(y), -1, -1))
+
+    def _fresh(self, model: Forecaster, rows: Rows, border: int) -> ForecasterState:
+        start = model.initial_state(len(rows.y))
+        if model.config.memory == "carried":
+            return start
+        return initial_memory(model, start, Rows(rows.y[:, :border], rows.observed[:, :border], rows.phase))
+
+    def _read(self, model: Forecaster, table: Panel) -> tuple[ForecasterState, NDArray[Any]]:
+        """Fresh memories that have read every series from its first row to its last; and the stamps of the last rows."""
+        phase = phases(self.frequency_, model.config.seasons)
+        lengths, parts, order = table.lengths, [], []
+        with torch.inference_mode():
+            # Series of one length together: no padding, and equal numbers however many share a call.
+            for length in np.unique(lengths):
+                which = np.flatnonzero(lengths == length)
+                size = max(1, CELLS_AT_ONCE // int(length))
+                for first in range(0, len(which), size):
+                    some = which[first : first + size]
+                    y, seen, slots = (
+                        np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds)
+                    )
+                    slots = np.stack([phase(row) for row in slots])
+                    state = model.initial_state(len(some))
+                    parts.append(model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots)))
+                    order.append(some)
+            place = np.argsort(np.concatenate(order))
+            return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1]
+
+    def read(
+        self, data: str, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y"
+    ) -> tuple[tuple[str, ...], list[int], ForecasterState]:
+        """A table's series, the times of their last rows (microseconds, or whole numbers) and memories that have read them."""
+        table = read_panel([data], frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column)
+        state, last = self._read(self.forecaster_, table)
+        return table.ids, [_as_int(ds) for ds in last], state
+
+    def _forecast(
+        self, state: ForecasterState, ids: tuple[str, ...], last_ds: NDArray[Any], quantiles: tuple[float, ...] | None
+    ) -> pl.DataFrame:
+        model, config = self.forecaster_, self.forecaster_.config
+        levels = config.quantiles if quantiles is None else tuple(quantiles)
+        if unknown := [q for q in levels if q not in config.quantiles]:
+            raise UserError(f"the model was calibrated for quantiles {config.quantiles}, not for {unknown}")
+        phase = phases(self.frequency_, config.seasons)
+        stamps = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds]) if len(ids) else np.empty((0, config.horizon))
+        if not len(ids):
+            raise UserError("nothing to forecast: this forecaster knows no series; give it a frame")
+        future = torch.from_numpy(np.stack([phase(row) for row in stamps]))
+        with torch.inference_mode():
+            mean = model.expected(state, future).numpy()
+            around = model.forecast(state, future).numpy()
+        columns: dict[str, Any] = {
+            "unique_id": np.repeat(np.array(ids, dtype=object), config.horizon).tolist(),
+            "ds": stamps.reshape(-1),
+            "mean": mean.reshape(-1),
+        }
+        for q in levels:
+            columns[f"q{q:g}"] = around[:, :, config.quantiles.index(q)].reshape(-1)
+        return pl.DataFrame(columns)
+
+
+def save_weights(model: Forecaster, path: str | Path) -> None:
+    """The trained weights as safetensors."""
+    safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, str(path))
+
+
+def load_weights(path: str | Path, config: ForecasterConfig) -> Forecaster:
+    """The forecaster of a configuration with the weights of a safetensors file; on the CPU, wherever it was trained."""
+    model = Forecaster(config)
+    model.load_state_dict(safetensors.torch.load_file(str(path)))
+    return model.eval()
+
+
+def _as_int(stamp: Any) -> int:
+    value = np.asarray(stamp)
+    return int(value.astype("datetime64[us]").astype(np.int64)) if value.dtype.kind == "M" else int(value)
+
+
+def _steps_between(first: Any, second: Any, frequency: str) -> int:
+    from pipelines.forecasting.calendar import steps
+
+    a, b = (steps(np.array([d]), frequency)[0] for d in (first, second))
+    return cast(int, int(b - a))

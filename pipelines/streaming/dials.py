@@ -1,0 +1,155 @@
+"""How a running worker is watched: Prometheus metrics, health and readiness, and a line of progress for people."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from connectors.errors import UserError
+
+# A worker that has not committed for so long is not ready: its source is silent or it hangs.
+READY_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one committed batch tells the outside."""
+
+    counters: Counter[str]
+    streams: int
+    """Resident streams."""
+    latencies_ms: list[float]
+    """Of each event of the batch: given to the broker, or taken from the source -> forecasts durable."""
+    surprise: float
+    """Mean over the batch; NaN when nothing was judged."""
+    lag: int | None
+    """Records that wait in the source; None where it cannot tell."""
+    checkpoint_bytes: int
+
+
+class Dials:
+    """Called with every `Step`. `port`: serve `/metrics`, `/healthz` (the process lives) and `/readyz` (it committed
+    within the last minute) on 127.0.0.1; 0 takes a free port (`address` says which)."""
+
+    def __init__(self, port: int | None = None, progress: bool = False):
+        self._port, self._progress = port, progress
+        self._server: ThreadingHTTPServer | None = None
+        self._last = 0.0
+        self._before: Counter[str] = Counter()
+        self._started, self._shown = time.monotonic(), 0.0
+        self.address: str | None = None
+
+    def __enter__(self) -> Dials:
+        if self._port is not None:
+            self._serve(self._port)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        if self._progress and self._shown:
+            print(file=sys.stderr)
+
+    def __call__(self, step: Step) -> None:
+        self._last = time.monotonic()
+        if self._server is not None:
+            self._set(step)
+        if self._progress and self._last - self._shown > 0.5:
+            self._shown = self._last
+            done, seconds = step.counters["received"], self._last - self._started
+            lag = "" if step.lag is None else f", {step.lag} waiting"
+            print(
+                f"\r{done} events, {step.streams} streams, {done / seconds:.0f} a second, "
+                f"{step.counters['alarms']} alarms{lag}   ",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _serve(self, port: int) -> None:
+        try:
+            import prometheus_client as prometheus
+        except ImportError as error:
+            raise UserError("metrics need prometheus-client: pip install 'tethys-streams[metrics]'") from error
+        registry = prometheus.CollectorRegistry()
+        self._events = prometheus.Counter(
+            "tethys_events", "Lines by what became of them", ["verdict"], registry=registry
+        )
+        self._forecast = prometheus.Counter("tethys_forecasts", "Rows of forecasts", registry=registry)
+        self._alarms = prometheus.Counter("tethys_alarms", "Anomalies and drifts", registry=registry)
+        self._bytes = prometheus.Gauge("tethys_checkpoint_bytes", "Bytes written to the checkpoint", registry=registry)
+        self._lag = prometheus.Gauge("tethys_lag", "Records waiting in the source", registry=registry)
+        self._streams = prometheus.Gauge("tethys_streams", "Streams resident in memory", registry=registry)
+        self._surprise = prometheus.Gauge("tethys_surprise", "Mean surprise of the last batch", registry=registry)
+        self._coverage = prometheus.Gauge(
+            "tethys_coverage", "Share of values in the interval issued one row before", registry=registry
+        )
+        self._latency = prometheus.Histogram(
+            "tethys_latency_seconds",
+            "From an event to its durable forecasts",
+            buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
+            registry=registry,
+        )
+        dials = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                ready = time.monotonic() - dials._last < READY_SECONDS
+                if self.path == "/metrics":
+                    status, kind, body = 200, prometheus.CONTENT_TYPE_LATEST, prometheus.generate_latest(registry)
+                elif self.path == "/healthz":
+                    status, kind, body = 200, "text/plain", b"alive\n"
+                elif self.path == "/readyz":
+                    status, kind, body = (
+                        (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"no commit\n")
+                    )
+                else:
+                    status, kind, body = 404, "text/plain", b"/metrics, /healthz, /readyz\n"
+                self.send_response(status)
+                self.send_header("Content-Type", kind)
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: Any) -> None:
+                return None  # a scrape every few seconds is no news
+
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise UserError(f"cannot serve metrics on port {port}: {error.strerror}: choose another port") from error
+        self.address = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def _set(self, step: Step) -> None:
+        new = step.counters - self._before
+        self._before = Counter(step.counters)
+        for verdict in (
+            "accepted",
+            "missing",
+            "late",
+            "duplicate",
+            "conflict",
+            "quarantined",
+            "off_grid",
+            "malformed",
+            "oversize",
+        ):
+            self._events.labels(verdict).inc(new[verdict])
+        self._forecast.inc(new["forecasts"])
+        self._alarms.inc(new["alarms"])
+        self._bytes.set(step.checkpoint_bytes)
+        self._streams.set(step.streams)
+        for latency in step.latencies_ms:
+            self._latency.observe(latency / 1e3)
+        if step.lag is not None:
+            self._lag.set(step.lag)
+        if step.surprise == step.surprise:
+            self._surprise.set(step.surprise)
+        if step.counters["judged"]:
+            self._coverage.set(step.counters["covered"] / step.counters["judged"])

@@ -1,0 +1,119 @@
+import os
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from pipelines.streaming.monitors import ANOMALOUS, LEVEL, SCALE, Monitors, tracked_steps
+from tests.pipelines.toy_memory import ToyMemory
+
+SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
+
+
+def watch(values: np.ndarray, horizon: int = 3, levels: tuple[float, ...] = (0.1, 0.5, 0.9), seen=None):
+    """The toy memory over (n, T) series; returns verdicts and (T, n, 4) intervals: of step 1 and of the last step."""
+    memory, monitors = ToyMemory(), Monitors(levels, horizon)
+    n = len(values)
+    model, state = memory.initial_state(n), monitors.initial(n)
+    verdicts, intervals = [], []
+    for value in torch.from_numpy(values).unbind(1):
+        observed = ~value.isnan()
+        model = memory.observe(model, value.nan_to_num()[:, None], observed[:, None], torch.zeros(n, 1, 2))
+        forecast = memory.forecast(model, torch.zeros(n, horizon, 2))
+        state, verdict = monitors.judge(state, value)
+        low, high = monitors.interval(state, forecast)
+        state = monitors.expect(state, forecast)
+        verdicts.append(verdict)
+        intervals.append(torch.stack([low[:, 0], high[:, 0], low[:, -1], high[:, -1]], 1).numpy())
+        if seen is not None:
+            seen.append(state)
+    return verdicts, np.array(intervals)
+
+
+def alarms(verdicts, bit: int) -> list[list[int]]:
+    """Rows with an alarm, a list a stream."""
+    raised = torch.stack([v.alarm for v in verdicts], 1) & bit
+    return [row.nonzero().squeeze(1).tolist() for row in raised]
+
+
+def test_tracked_steps() -> None:
+    assert tracked_steps(1) == [1] and tracked_steps(2) == [1, 2] and tracked_steps(24) == [1, 2, 4, 8, 16, 24]
+
+
+def test_a_forecast_is_judged_by_the_row_it_was_made_for() -> None:
+    monitors = Monitors((0.1, 0.5, 0.9), 4)
+    state = monitors.initial(1)
+    for t in range(20):
+        # The forecast made at row t for row t+h is exactly t+h: every residual is zero, at every step.
+        state, verdict = monitors.judge(state, torch.tensor([float(t)], dtype=torch.float64))
+        if t >= 1:
+            assert float(verdict.surprise[0]) == 0.0
+        if t >= 4:
+            assert float(state.scale.sum()) == 0.0 and state.seen.tolist()[0] == [t, t - 3]
+        middle = torch.arange(t + 1.0, t + 5.0)
+        state = monitors.expect(state, torch.stack([middle - 1, middle, middle + 1], -1)[None])
+
+
+def test_a_gap_drops_what_was_forecast_for_it_and_no_more() -> None:
+    monitors = Monitors((0.1, 0.5, 0.9), 4)
+    state = monitors.initial(1)
+    t = 0
+    forecast_at: set[int] = set()
+    judged = [0, 0]
+    for gap in (0, 0, 0, 0, 0, 0, 2, 0, 0, 1, 0, 5, 0, 0):
+        state = monitors.skip(state, torch.tensor([gap]))
+        t += gap
+        state, _ = monitors.judge(state, torch.tensor([float(t)], dtype=torch.float64))
+        judged = [judged[i] + (t - h in forecast_at) for i, h in enumerate((1, 4))]
+        assert state.seen.tolist()[0] == judged and float(state.scale.sum()) == 0.0
+        middle = torch.arange(t + 1.0, t + 5.0)
+        state = monitors.expect(state, torch.stack([middle - 1, middle, middle + 1], -1)[None])
+        forecast_at.add(t)
+        t += 1
+
+
+@pytest.mark.parametrize("noise", ["normal", "heavy", "wrong model"])
+def test_intervals_keep_their_coverage(noise: str) -> None:
+    random = np.random.default_rng(0)
+    values = random.standard_t(2.5, (16, 1500)) if noise == "heavy" else random.normal(size=(16, 1500))
+    if noise == "wrong model":  # the scale moves up and down by 8: the model's own spread cannot follow
+        values *= np.where(np.arange(1500) // 300 % 2, 8.0, 1.0)
+    _, intervals = watch(values)
+    for step, (low, high) in ((1, (0, 1)), (3, (2, 3))):
+        later = values.T[step:]
+        inside = (later >= intervals[:-step, :, low]) & (later <= intervals[:-step, :, high])
+        by_stream = inside[200:].mean(0)
+        assert abs(by_stream.mean() - 0.8) < 0.01 and np.abs(by_stream - 0.8).max() < 0.03, step
+
+
+def test_white_noise_raises_next_to_no_alarm() -> None:
+    verdicts, _ = watch(np.random.default_rng(1).normal(size=(40, 1500)))
+    for bit in (LEVEL, SCALE, ANOMALOUS):
+        assert sum(map(len, alarms(verdicts, bit))) <= 3, "at most one in 20,000 rows"
+
+
+def test_autocorrelated_noise_raises_next_to_no_level_drift() -> None:
+    noise = np.random.default_rng(2).normal(size=(40, 1500))
+    values = np.zeros_like(noise)
+    for t in range(1, 1500):
+        values[:, t] = 0.7 * values[:, t - 1] + noise[:, t]
+    verdicts, _ = watch(values)
+    assert sum(map(len, alarms(verdicts, LEVEL))) <= 12, "at most one in 5,000 rows"
+
+
+def test_case_drift() -> None:
+    path = SHARED / "cases/series/17_drift/stream.csv"
+    if not path.exists():
+        assert os.environ.get("TETHYS_REQUIRE_DATA") != "1", f"{path} is missing"
+        pytest.skip("shared case 17_drift is absent")
+    values = pl.read_csv(path)["y"].to_numpy()[None].copy()
+    states: list = []
+    verdicts, _ = watch(values, seen=states)
+    level, scale, outliers = (alarms(verdicts, bit)[0] for bit in (LEVEL, SCALE, ANOMALOUS))
+    assert all(t >= 500 for t in level + scale), "no drift alarm before the first drift, the outlier included"
+    assert any(501 <= t <= 560 for t in level)
+    assert any(801 <= t <= 900 for t in scale)
+    assert 250 in outliers and len(outliers) <= 5
+    assert float(states[250].scale[0, 0] / states[249].scale[0, 0]) < 1.1
