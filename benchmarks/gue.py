@@ -126,6 +126,12 @@ def _mcc(target: np.ndarray[Any, Any], predicted: np.ndarray[Any, Any]) -> float
     return float(np.corrcoef(target, predicted)[0, 1]) if target.any() and predicted.any() and not predicted.all() else 0.0
 
 
+def schedule(tasks: list[str], seeds: int) -> list[tuple[str, int, str]]:
+    """Model, seed and task of every run; the k-mer regression once, because nothing in it is random."""
+    networks = [(model, seed, task) for model in ("tethys", "cnn") for seed in range(seeds) for task in tasks]
+    return [("kmer", 0, task) for task in tasks] + networks
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, default=Path(__file__).parents[1] / "../shared/data/sequences/gue")
@@ -138,32 +144,27 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {task: {} for task in options.tasks}
-    targets = {}
-    for seed in range(options.seeds):
-        for task in options.tasks:
-            folder, strands = TASKS[task]
-            splits, length = load(options.data / folder)
-            targets[task] = splits["test"][1]
-            kmer: KmerRegression | None = None
-            for model in ("kmer", "cnn", "tethys"):
-                if model == "kmer" and seed:
-                    continue  # nothing in it is random
-                file = options.runs / f"{task}.{model}.{seed}.json"
-                if not file.exists():
-                    started = time.process_time()
-                    if kmer is None:
-                        choices = ("forward", "both") if strands == "both" else ("forward",)
-                        strengths = (1.0, 10.0, 100.0) if len(splits["train"][0]) <= 15_000 else (10.0,)
-                        kmer = fit_kmer_regression(splits["train"], splits["dev"], 2, strands=choices, strengths=strengths)
-                    fitting = time.process_time() - started if model == "kmer" else 0.0
-                    result = run(model, splits, length, strands, seed, kmer)
-                    result["seconds"] = round(result["seconds"] + fitting, 1)
-                    part = file.with_suffix(".part")
-                    part.write_text(json.dumps(result))
-                    part.rename(file)
-                    shown = {key: value for key, value in result.items() if key != "predicted"}
-                    print(json.dumps({"task": task, "model": model, "seed": seed, **shown}), flush=True)
-                found[task].setdefault(model, []).append(json.loads(file.read_text()))
+    targets, kmers = {}, {}
+    for model, seed, task in schedule(options.tasks, options.seeds):
+        folder, strands = TASKS[task]
+        splits, length = load(options.data / folder)
+        targets[task] = splits["test"][1]
+        file = options.runs / f"{task}.{model}.{seed}.json"
+        if not file.exists():
+            started = time.process_time()
+            if task not in kmers:
+                choices = ("forward", "both") if strands == "both" else ("forward",)
+                strengths = (1.0, 10.0, 100.0) if len(splits["train"][0]) <= 15_000 else (10.0,)
+                kmers[task] = fit_kmer_regression(splits["train"], splits["dev"], 2, strands=choices, strengths=strengths)
+            fitting = time.process_time() - started if model == "kmer" else 0.0
+            result = run(model, splits, length, strands, seed, kmers[task])
+            result["seconds"] = round(result["seconds"] + fitting, 1)
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(result))
+            part.rename(file)
+            shown = {key: value for key, value in result.items() if key != "predicted"}
+            print(json.dumps({"task": task, "model": model, "seed": seed, **shown}), flush=True)
+        found[task].setdefault(model, []).append(json.loads(file.read_text()))
     figures = {task: {model: summarise(targets[task], runs) for model, runs in models.items()} for task, models in found.items()}
     details = {
         task: {
