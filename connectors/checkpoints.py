@@ -130,6 +130,12 @@ class CheckpointStore:
         row = self._db.execute("SELECT done, positions, receipts, counters, settings FROM run").fetchone()
         return None if row is None else Progress(row[0], *(json.loads(text) for text in row[1:]))
 
+    def begin(self, receipts: Mapping[str, Any]) -> None:
+        """Where the sinks stood before the first batch: what a crash within that batch takes them back to."""
+        with self._transaction():
+            self._check_epoch()
+            self._db.execute("UPDATE run SET receipts = ?", (json.dumps(dict(receipts)),))
+
     def accept(self, batch: int, arrivals: bytes, positions: Mapping[str, Any]) -> None:
         """Journal a batch before it is worked on, while no other commit is due."""
         with self._transaction():

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coefficients import Coefficients, clamp_gates, coefficients, window
-from kernels.grid import Grid, fixed_grid, phased_grid
+from kernels.coefficients import KEEP_FLOOR, Coefficients, clamp_gates, coefficients, window
+from kernels.grid import Grid, check_phase, fixed_grid, part_of, phased_grid
 
 READS = ("after", "before", "anchor")
 BLOCK = 32  # chunks computed at once without autograd: their intermediate arrays stay in the cache, and memory does not grow with T
@@ -87,7 +87,7 @@ def linear_exact(
         Y   = b * (Q W_0^T) + f * (Q S_0^T) - (G * Q K^T) E
         W_n = b_n W_0 + f_n S_0 - E^T diag(G[n]) K ;   S_n = m_n S_0 - E^T diag(GS[n]) K
     """
-    _check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
+    check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
     if alpha is not None and alpha.dim() == 4:
         return _channelwise(q, k, v, theta, eta, alpha, state, min(chunk, 16), read, write, decayed_error)
     dtype, B, H, T = state.W.dtype, *theta.shape
@@ -100,21 +100,19 @@ def linear_exact(
         for at in range(0, T, BLOCK * chunk):
             part = slice(at, at + BLOCK * chunk)
             y, state = linear_exact(
-                *(x[:, :, part] for x in (q, k, v, theta)),
-                None if eta is None else eta[:, :, part],
-                None if alpha is None else alpha[:, :, part],
-                state, chunk=chunk, read=read, write=None if write is None else write[:, part], decayed_error=decayed_error,
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], part_of(eta, part), part_of(alpha, part), state,
+                chunk=chunk, read=read, write=None if write is None else write[:, part], decayed_error=decayed_error,
             )  # fmt: skip
             outputs.append(y)
         return torch.cat(outputs, 2), state
     grid = fixed_grid(T, chunk, write, theta.device)
     Q, K, V = (grid.split(x.to(dtype)) for x in (q, k, v))
-    gates = [None if g is None else grid.split(g) for g in (theta, eta, alpha)]
-    block = _cast(coefficients(gates[0], gates[1], gates[2], grid.writes(B, H)), dtype)  # type: ignore[arg-type]
+    forget = None if alpha is None else grid.split(alpha)
+    block = _cast(coefficients(grid.split(theta), None if eta is None else grid.split(eta), forget, grid.writes(B, H)), dtype)
     before = block.before()
     error_b, error_f, error_G = before.b, before.f, before.G
-    if decayed_error and gates[2] is not None:
-        keep = (1.0 - clamp_gates(None, gates[2])[1]).to(dtype)  # type: ignore[operator]
+    if decayed_error and forget is not None:
+        keep = (1.0 - forget.clamp(max=1.0 - KEEP_FLOOR)).to(dtype)
         error_b, error_f, error_G = error_b * keep, error_f * keep, error_G * keep.unsqueeze(-1)
     right = torch.cat([error_b.unsqueeze(-1) * K, error_f.unsqueeze(-1) * K, V], -1)
     solved = torch.linalg.solve_triangular((K @ K.mT) * error_G, right, upper=False, unitriangular=True)
@@ -150,13 +148,15 @@ def linear_stale(
     read: "after" or "before" the write, or "anchor": the weights the chunk began with.
     Equal to `linear_exact` only for chunk = 1 (and loss "l2").
     """
-    _check(q, k, v, theta, eta, alpha, state.W, chunk, read, READS)
+    check(q, k, v, theta, eta, alpha, state.W, chunk, read, READS)
     if loss not in ("l2", "dot"):
         raise ValueError(f"linear_stale: loss is 'l2' or 'dot', not {loss!r}")
     check_window(gamma, state.keys, "linear_stale")
     dtype, B, H, T = state.W.dtype, *theta.shape
     if T == 0:
         return torch.zeros_like(v), state
+    if T == 1:
+        return _stale_step(q, k, v, theta, eta, alpha, state, chunk, read, write, gamma, loss)
     piece = T
     if gamma is not None and write is not None:
         piece = 1  # the window holds written tokens only: with gaps, one token at a time is the whole rule
@@ -167,20 +167,17 @@ def linear_stale(
         for at in range(0, T, piece):
             part = slice(at, at + piece)
             y, state = linear_stale(
-                *(x[:, :, part] for x in (q, k, v, theta)),
-                *(None if g is None else g[:, :, part] for g in (eta, alpha)),
-                state, chunk=chunk, read=read, write=None if write is None else write[:, part],
-                gamma=None if gamma is None else gamma[:, :, part], loss=loss,
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], part_of(eta, part), part_of(alpha, part), state,
+                chunk=chunk, read=read, write=None if write is None else write[:, part], gamma=part_of(gamma, part), loss=loss,
             )  # fmt: skip
             outputs.append(y)
         return torch.cat(outputs, 2), state
     grid = phased_grid(T, chunk, state.phase, write)
-    lags = state.keys.shape[2]
     Q = grid.split(q.to(dtype))
     K = grid.split_window(k.to(dtype), state.keys)
     V = grid.split_window(v.to(dtype), state.values)
-    gates = [None if g is None else grid.split(g) for g in (theta, eta, alpha)]
-    block = coefficients(gates[0], gates[1], gates[2], grid.writes(B, H))  # type: ignore[arg-type]
+    momentum, forget = (None if g is None else grid.split(g) for g in (eta, alpha))
+    block = coefficients(grid.split(theta), momentum, forget, grid.writes(B, H))
     if gamma is not None:
         block = window(block, grid.split(gamma))
     block = _cast(block, dtype)
@@ -194,7 +191,9 @@ def linear_stale(
         target = torch.cat([at_anchor, V[1:]])
     E, starts, end = _run(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
     d = K.shape[-1]
-    anchors = torch.cat([first.flatten(0, 1).unsqueeze(0), starts[1:, ..., :d]])
+    anchors = first.flatten(0, 1).unsqueeze(0)
+    if len(starts) > 1:
+        anchors = torch.cat([anchors, starts[1:, ..., :d]])
     Y = Q @ anchors.mT if read == "anchor" else _read(Q, K, E, starts, block if read == "after" else block.before())
     W, S = end.view(B, H, *end.shape[-2:]).split(d, -1)
     new = StaleState(
@@ -205,13 +204,64 @@ def linear_stale(
         keys=carry_window(state.keys, k.to(dtype), write),
         values=carry_window(state.values, v.to(dtype), write),
     )
-    assert lags == new.keys.shape[2]
     return grid.join(Y, B, H).to(v.dtype), new
+
+
+def _stale_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: StaleState,
+    chunk: int,
+    read: str,
+    write: Tensor | None,
+    gamma: Tensor | None,
+    loss: str,
+) -> tuple[Tensor, StaleState]:
+    """One token (T = 1), straight from the rule: what a live stream does."""
+    dtype = state.W.dtype
+    check_phase(state.phase, chunk)
+    eta, alpha = clamp_gates(eta, alpha)
+    anchor = opening(state.phase, state.W, state.anchor)
+    key, value = k.to(dtype), v.to(dtype)
+    keys, values = key, value
+    if gamma is not None:
+        keys, values = torch.cat([state.keys, key], 2), torch.cat([state.values, value], 2)
+    error = -values if loss == "dot" else keys @ anchor.mT - values
+    error = error * -theta.to(dtype).unsqueeze(-1)
+    if gamma is not None:  # the newest token is the last row, and lag 0
+        error = error * gamma.to(dtype).flip(-1).mT
+    S = error.mT @ keys
+    if eta is not None:
+        S = torch.addcmul(S, state.S, eta.to(dtype).unsqueeze(-1))
+    W = state.W + S if alpha is None else torch.addcmul(S, state.W, (1.0 - alpha).to(dtype).unsqueeze(-1))
+    carried = anchor
+    if write is not None:
+        at = write.view(-1, 1, 1, 1)
+        W, S, carried = torch.where(at, W, state.W), torch.where(at, S, state.S), torch.where(at, anchor, state.anchor)
+    y = q.to(dtype) @ {"after": W, "before": state.W, "anchor": anchor}[read].mT
+    new = StaleState(
+        W=W,
+        S=S,
+        anchor=carried,
+        phase=(state.phase + (1 if write is None else write[:, 0].long())) % chunk,
+        keys=carry_window(state.keys, key, write),
+        values=carry_window(state.values, value, write),
+    )
+    return y.to(v.dtype), new
 
 
 def opening(phase: Tensor, W: Tensor, anchor: Tensor) -> Tensor:
     """The anchor of the first chunk of a call: W where the stream opens a chunk, else the one it carries. W (B, H, out, in)."""
-    return torch.where((phase == 0).view(-1, 1, 1, 1), W, anchor)
+    opens = phase == 0
+    if not opens.any():
+        return anchor
+    if opens.all():
+        return W
+    return torch.where(opens.view(-1, 1, 1, 1), W, anchor)
 
 
 def closing(grid: Grid, anchors: Tensor, carried: Tensor) -> Tensor:
@@ -282,7 +332,7 @@ class _Chunks(torch.autograd.Function):
         return E, starts, at
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dE_out: Tensor, dstarts: Tensor, dend: Tensor) -> tuple[Tensor, ...]:
         R, L, b, f, m, starts, E = ctx.saved_tensors
         N, d, r = R.shape[0], starts.shape[-1] // 2, R.shape[-1]
@@ -373,7 +423,7 @@ def _channelwise(
     return y.view(B, H, d_v, T).mT, MatrixState(W=W, S=S)
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -387,7 +437,12 @@ def _check(
 ) -> None:
     """A wrong shape broadcasts silently into a wrong memory; say which one it is instead."""
     B, H, T, d_k = k.shape
-    wanted = {"q": (q, (B, H, T, d_k)), "v": (v, (B, H, T, W.shape[-2])), "theta": (theta, (B, H, T)), "W": (W, (B, H, v.shape[-1], d_k))}
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {
+        "q": (q, (B, H, T, d_k)),
+        "v": (v, (B, H, T, W.shape[-2])),
+        "theta": (theta, (B, H, T)),
+        "W": (W, (B, H, v.shape[-1], d_k)),
+    }
     if eta is not None:
         wanted["eta"] = (eta, (B, H, T))
     if alpha is not None:

@@ -1,7 +1,7 @@
 """The deep memory: an MLP of any depth (or a gated MLP) whose weights learn at test time, in the dual form.
 
-Inside a chunk of C tokens every gradient is taken at the weights the chunk began with (Titans section 3.2), so that each layer's gradient is
-the outer product of a delta and an input that are known for the whole chunk at once (`kernels.network`). The weights of token t,
+Inside a chunk of C tokens every gradient is taken at the weights the chunk began with (Titans section 3.2), so that each layer's
+gradient is the outer product of a delta and an input, known for the whole chunk at once (`kernels.network`). The weights of token t,
 
     W_t = b_t W_0 + f_t S_0 - sum_{i<=t} G[t,i] delta_i input_i^T                    (`kernels.coefficients`)
 
@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coefficients import Coefficients, coefficients, window
-from kernels.grid import Grid, phased_grid
+from kernels.coefficients import Coefficients, clamp_gates, coefficients, window
+from kernels.grid import Grid, check_phase, part_of, phased_grid
 from kernels.linear import READS, carry_window, check_window, closing, opening
-from kernels.network import Network, forward, inputs_and_deltas, output
+from kernels.network import DEFAULT, Network, forward, inputs_and_deltas, output
 
 BLOCK = 16  # chunks at once without autograd: bounds the chunk-start weights held for the reads
 
@@ -68,7 +68,7 @@ def deep(
     *,
     init: Sequence[Tensor] | None,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: Affine = None,
     read: str = "after",
     write: Tensor | None = None,
@@ -87,11 +87,13 @@ def deep(
     exact_last: the hybrid; hidden features and the gradients below at the anchor, the last layer's errors at its true weights by one
     triangular solve a chunk. Needs a last layer without norm and the "l2" loss; made for Network(norm=False, unit_hidden=True).
     """
-    _check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
+    check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
     dtype = state.W[0].dtype
     B, H, T = k.shape[:3]
     if T == 0:
         return torch.zeros_like(v), state
+    if T == 1:
+        return _step(q, k, v, theta, eta, alpha, state, init, chunk, network, affine, read, write, gamma, exact_last)
     wants_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad
         for x in (q, k, v, theta, eta, alpha, gamma, *state.W, *state.S, *state.anchor, state.keys, *(init or ()), *(affine or ()))
@@ -106,9 +108,9 @@ def deep(
         for at in range(0, T, piece):
             part = slice(at, at + piece)
             y, state = deep(
-                *(x[:, :, part] for x in (q, k, v, theta)), *(None if g is None else g[:, :, part] for g in (eta, alpha)), state,
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], part_of(eta, part), part_of(alpha, part), state,
                 init=init, chunk=chunk, network=network, affine=affine, read=read, write=None if write is None else write[:, part],
-                gamma=None if gamma is None else gamma[:, :, part], exact_last=exact_last,
+                gamma=part_of(gamma, part), exact_last=exact_last,
             )  # fmt: skip
             outputs.append(y)
         return torch.cat(outputs, 2), state
@@ -127,7 +129,9 @@ def deep(
     outer = (*(heads or ()), *(norm or ()))
     per_chunk = _per_chunk(blocks, exact_last)
     inputs, deltas, W_starts, S_starts, W_end, S_end = _run(step, K, V, per_chunk, start, outer, wants_grad)
-    anchors = tuple(torch.cat([a.flatten(0, 1).unsqueeze(0), w[1:]]) for a, w in zip(first, W_starts, strict=True))
+    anchors = tuple(a.flatten(0, 1).unsqueeze(0) for a in first)
+    if grid.chunks > 1:
+        anchors = tuple(torch.cat([a, w[1:]]) for a, w in zip(anchors, W_starts, strict=True))
     if read == "anchor":
         Y = output(anchors, Q, network, norm)  # type: ignore[arg-type]
     else:
@@ -149,6 +153,71 @@ def deep(
         values=carry_window(state.values, v.to(dtype), write),
     )
     return grid.join(Y, B, H).to(v.dtype), new
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: DeepState,
+    init: Sequence[Tensor] | None,
+    chunk: int,
+    network: Network,
+    affine: Affine,
+    read: str,
+    write: Tensor | None,
+    gamma: Tensor | None,
+    exact_last: bool,
+) -> tuple[Tensor, DeepState]:
+    """One token (T = 1), straight from the rule: the weights are written anyway, so nothing needs to stay implicit."""
+    dtype = state.W[0].dtype
+    depth = len(state.W)
+    check_phase(state.phase, chunk)
+    eta, alpha = clamp_gates(eta, alpha)
+    norm = None if affine is None else (affine[0].unsqueeze(-2), affine[1].unsqueeze(-2))
+    anchor = tuple(opening(state.phase, w, a) for w, a in zip(state.W, state.anchor, strict=True))
+    keys, values = k.to(dtype), v.to(dtype)
+    if gamma is not None:
+        keys, values = torch.cat([state.keys, keys], 2), torch.cat([state.values, values], 2)
+    inputs, deltas = inputs_and_deltas(anchor, keys, values, network, norm)
+    if exact_last:
+        deltas[-1] = inputs[-1] @ state.W[-1].mT - (values - keys if network.residual else values)
+    at = None if write is None else write.view(-1, 1, 1, 1)
+
+    def gate(g: Tensor, layer: int) -> Tensor:  # (B, H, 1) or (B, H, 1, L) -> (B, H, 1, 1)
+        return (g if g.dim() == 3 else g[..., layer]).to(dtype).unsqueeze(-1)
+
+    W, S = [], []
+    for i in range(depth):
+        delta = deltas[i] * -gate(theta, i)
+        if gamma is not None:  # the newest token is the last row, and lag 0
+            delta = delta * gamma.to(dtype).flip(-1).mT
+        s = delta.mT @ inputs[i]
+        if eta is not None:
+            s = torch.addcmul(s, state.S[i], gate(eta, i))
+        if alpha is None:
+            w = state.W[i] + s
+        elif init is None:
+            w = torch.addcmul(s, state.W[i], 1.0 - gate(alpha, i))
+        else:
+            w = torch.lerp(state.W[i], init[i].expand_as(state.W[i]), gate(alpha, i)) + s
+        W.append(w if at is None else torch.where(at, w, state.W[i]))
+        S.append(s if at is None else torch.where(at, s, state.S[i]))
+    seen = {"after": tuple(W), "before": state.W, "anchor": anchor}[read]
+    y = output(seen, q.to(dtype), network, norm)
+    carried = anchor if at is None else tuple(torch.where(at, a, b) for a, b in zip(anchor, state.anchor, strict=True))
+    new = DeepState(
+        W=tuple(W),
+        S=tuple(S),
+        anchor=carried,
+        phase=(state.phase + (1 if write is None else write[:, 0].long())) % chunk,
+        keys=carry_window(state.keys, k.to(dtype), write),
+        values=carry_window(state.values, v.to(dtype), write),
+    )
+    return y.to(v.dtype), new
 
 
 def _blocks(
@@ -283,7 +352,7 @@ class _DeepChunks(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         step, n = ctx.step, ctx.step.depth
         saved = ctx.saved_tensors
@@ -303,9 +372,7 @@ class _DeepChunks(torch.autograd.Function):
             with torch.enable_grad():
                 inputs, deltas, W, S = step(leaves[0], leaves[1], leaves[2:], [*anchor, *state], fixed)
                 wanted = [*leaves, *state, *fixed, *(anchor if i == 0 else ())]
-                got = torch.autograd.grad(
-                    [*inputs, *deltas, *W, *S], wanted, [*(g[i] for g in made), *carry_grad], materialize_grads=True
-                )
+                got = torch.autograd.grad([*inputs, *deltas, *W, *S], wanted, [*(g[i] for g in made), *carry_grad], materialize_grads=True)
             for x, g in zip(by_chunk_grad, got, strict=False):
                 x[i].copy_(g)
             carry_grad = [g + outside[i] for g, outside in zip(got[first : first + 2 * n], at_start, strict=True)]
@@ -315,7 +382,7 @@ class _DeepChunks(torch.autograd.Function):
         return (None, None, None, *by_chunk_grad, *anchor_grad, *carry_grad, *outer_grad)
 
 
-def _check(
+def check(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -334,7 +401,7 @@ def _check(
     B, H, T, d_in = k.shape
     depth = len(state.W)
     d_out = state.W[-1].shape[-2]
-    wanted = {"q": (q, (B, H, T, d_in)), "v": (v, (B, H, T, d_out))}
+    wanted: dict[str, tuple[Tensor, tuple[int, ...]]] = {"q": (q, (B, H, T, d_in)), "v": (v, (B, H, T, d_out))}
     for name, gate in (("theta", theta), ("eta", eta), ("alpha", alpha)):
         if gate is not None:
             wanted[name] = (gate, (B, H, T) if gate.dim() == 3 else (B, H, T, depth))

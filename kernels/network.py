@@ -49,6 +49,7 @@ class Network:
             raise ValueError("Network.unit_hidden is defined for the MLP only, not for the gated memory")
 
 
+DEFAULT = Network()  # Titans NeurIPS section 3.3: M(x) = x + LN(W_2 gelu(W_1 x))
 MATRIX = Network(norm=False, residual=False)
 
 

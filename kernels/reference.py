@@ -7,7 +7,7 @@
 
 The gradient is taken at the true weights W_{t-1} (anchor_every=1), or, for the papers' chunk-parallel form, at the weights the chunk of
 C tokens began with (anchor_every=C; the printed index t - mod(t, b) is off by one, its text shows b * floor((t - 1) / b)).
-Options of the same rule: `gamma` for the Omega window (ATLAS Eqs. 8-11), `muon` for Atlas (ATLAS Eqs. 32-33), `init` for weights that
+Options of the same rule: `gamma` for the Omega window (ATLAS Eqs. 8-11), `muon_every` for Atlas (ATLAS Eqs. 32-33), `init` for weights that
 decay towards the learned initial weights instead of to zero.
 """
 
@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.network import Network
+from kernels.newton_schulz import newton_schulz
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class OracleState:
     anchor: tuple[Tensor, ...]
     phase: int = 0
     tail: tuple[tuple[Tensor, Tensor], ...] = ()
+    gathered: tuple[tuple[Tensor | float, Tensor | float], ...] = ()  # Muon only: decay and step of the block that is still open, by layer
 
 
 def oracle_state(weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = None) -> OracleState:
@@ -40,9 +42,7 @@ def oracle_state(weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = 
     return OracleState(W=tuple(weights), S=S, anchor=tuple(weights))
 
 
-def memory_output(
-    weights: Sequence[Tensor], x: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def memory_output(weights: Sequence[Tensor], x: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """M_W(x): x (B, H, d_in) -> (B, H, d_out)."""
 
     def layer(w: Tensor, a: Tensor) -> Tensor:
@@ -64,9 +64,7 @@ def memory_output(
     return x + z if network.residual else z
 
 
-def memory_loss(
-    weights: Sequence[Tensor], k: Tensor, v: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None
-) -> Tensor:
+def memory_loss(weights: Sequence[Tensor], k: Tensor, v: Tensor, network: Network, affine: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """(B, H): 1/2 ||M(k) - v||^2, or -<M(k), v> for the linear-attention family."""
     out = memory_output(weights, k, network, affine)
     if network.loss == "dot":
@@ -90,7 +88,7 @@ def titans(
     affine: tuple[Tensor, Tensor] | None = None,
     gamma: Tensor | None = None,
     write: Tensor | None = None,
-    muon: bool = False,
+    muon_every: int | None = None,
     exact_last: bool = False,
 ) -> tuple[Tensor, OracleState]:
     """q, k (B, H, T, d_in), v (B, H, T, d_out) -> y (B, H, T, d_out) and the state after the last token.
@@ -100,6 +98,7 @@ def titans(
     gamma (B, H, T, c) by lag. write (B, T) bool; False: the token reads and changes nothing. Streams share one phase, so `write` with
     anchor_every > 1 must be the same for all of them.
     read: "after", "before" (the write), or "anchor" (the weights the chunk began with).
+    muon_every: None, or s: the weights move every s tokens of a chunk by -(decayed sum of theta) NS(S_t); 1 is the papers' Atlas.
     exact_last: the last layer's gradient at its true weights, over hidden features of the anchored layers below it.
     """
     L = len(state.W)
@@ -125,25 +124,30 @@ def titans(
             if exact_last:
                 mixed = (*anchor[:-1], state.W[-1])
                 gradient[-1] = _surprise(mixed, window, None if gamma is None else gamma[:, :, t], network, affine)[-1]
-            S, W = [], []
+            S, W, gathered = [], [], []
             for i in range(L):
                 step, keep = gate(theta, t, i), 1.0 - gate(alpha, t, i)
-                if muon:  # ATLAS Eqs. 32-33: raw momentum carries, its orthogonalisation writes
-                    from kernels.newton_schulz import newton_schulz
-
-                    S.append(gate(eta, t, i) * state.S[i] + gradient[i])
-                    change = -step * newton_schulz(S[i])
-                else:
-                    S.append(gate(eta, t, i) * state.S[i] - step * gradient[i])
-                    change = S[i]
                 target = 0.0 if init is None else init[i]
-                W.append(target + keep * (state.W[i] - target) + change)
+                if muon_every is None:
+                    S.append(gate(eta, t, i) * state.S[i] - step * gradient[i])
+                    W.append(target + keep * (state.W[i] - target) + S[i])
+                    continue
+                S.append(gate(eta, t, i) * state.S[i] + gradient[i])  # raw momentum carries, its orthogonalisation writes
+                decay, size = state.gathered[i] if state.gathered else (1.0, 0.0)
+                decay, size = keep * decay, keep * size + step
+                if (state.phase + 1) % muon_every == 0:
+                    W.append(target + decay * (state.W[i] - target) - size * newton_schulz(S[i]))
+                    decay, size = 1.0, 0.0
+                else:
+                    W.append(state.W[i])
+                gathered.append((decay, size))
             state = OracleState(
                 W=tuple(W),
                 S=tuple(S),
                 anchor=anchor,
                 phase=(state.phase + 1) % anchor_every,
                 tail=window[-(lags - 1) :] if lags > 1 else (),
+                gathered=tuple(gathered),
             )
             if write is not None:
                 state = _only(write[:, t], state, before)

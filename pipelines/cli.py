@@ -19,6 +19,7 @@ import typer
 
 from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
+from pipelines.forecasting import commands as forecasting
 
 app = typer.Typer(
     name="tethys",
@@ -29,6 +30,8 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The registered models.", no_args_is_help=True)
 app.add_typer(models, name="models")
+app.add_typer(forecasting.forecasts, name="forecast")
+app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 
@@ -152,7 +155,9 @@ def backtest(
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet")
+@forecasting.forecasts.command(
+    "table", epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet"
+)
 def forecast(
     data: Data,
     id_column: IdColumn = "unique_id",
@@ -200,6 +205,9 @@ def stream(
         str,
         typer.Option(help="Where forecasts are appended: .ndjson, .csv, a folder ending in .parquet, or a Kafka topic."),
     ] = "runs/forecasts.ndjson",
+    history: Annotated[
+        str | None, typer.Option(help="Table that every memory reads before the first row, when the checkpoint is new.")
+    ] = None,
     id_column: IdColumn = "unique_id",
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
@@ -242,6 +250,7 @@ def stream(
         max_events=max_events,
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
+        history=history,
     )
     _show(result, as_json)
 

@@ -5,39 +5,55 @@
 
 namespace {
 
-inline R exponential(R x) { // x <= 0; the cephes polynomial, one unit in the last place
-  const float lowest = -87.0f;
-  x = x < lowest ? splat(lowest) : x;
-  R shifted = x * 1.44269504088896341f + 12582912.0f; // 1.5 * 2^23: the integer part lands in the low bits
-  R n = shifted - 12582912.0f;
-  R r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  R p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + (r + 1.0f);
+// 2^y for -126 <= y <= 0, y = scale * x given by its factors so that the fraction is one fused operation.
+// Degree-5 minimax polynomial on [-1/2, 1/2]: relative error 7.5e-8.
+inline R power_of_two(R x, float scale) {
+  R shifted = x * scale + 12582912.0f; // 1.5 * 2^23: the integer part lands in the low bits
+  R f = x * scale - (shifted - 12582912.0f);
+  R p = splat(0.001327647129073739f);
+  p = p * f + 0.009675540961325169f;
+  p = p * f + 0.05550713092088699f;
+  p = p * f + 0.24022120237350464f;
+  p = p * f + 0.6931469440460205f;
+  p = p * f + 1.0f;
   return (R)((I)p + ((I)shifted << 23));
 }
 
+// Phi and phi at z through the upper tail Phi(-|z|), Abramowitz and Stegun 7.1.26: within 1e-7.
 struct Normal {
-  R cumulative, density;
+  R z, x, tail, exponential; // x = min(|z|, 13)
+
+  explicit Normal(R at) : z(at) {
+    x = (R)((I)z & 0x7fffffff);
+    x = x < 13.0f ? x : splat(13.0f); // beyond it 2^y would leave the normal numbers; Phi is 0 or 1 there
+    exponential = power_of_two(x * x, -0.72134752044448170f); // exp(-x^2 / 2)
+    R t = 1.0f / (x * 0.231641888f + 1.0f);                   // 0.3275911 / sqrt(2)
+    R p = splat(0.5307027145f);
+    p = p * t - 0.7265760135f;
+    p = p * t + 0.7107068705f;
+    p = p * t - 0.142248368f;
+    p = p * t + 0.127414796f;
+    tail = exponential * (p * t);
+  }
+  R cumulative() const { return z < 0.0f ? tail : 1.0f - tail; }
+  R density() const { return exponential * 0.3989422804014327f; }
+  R gelu() const { return (z < 0.0f ? R{} : z) - x * tail; }
+  R slope() const { return cumulative() + z * density(); }
+  R bend() const { return density() * (2.0f - z * z); }
 };
 
-// Phi and phi at z. Abramowitz and Stegun 7.1.26: within 1.5e-7 / 2 of Phi.
-inline Normal normal(R z) {
-  R x = (R)((I)z & 0x7fffffff);
-  R e = exponential(-0.5f * z * z);
-  R t = 1.0f / (x * 0.231641888f + 1.0f); // 0.3275911 / sqrt(2)
-  R p = splat(1.061405429f);
-  p = p * t - 1.453152027f;
-  p = p * t + 1.421413741f;
-  p = p * t - 0.284496736f;
-  p = p * t + 0.254829592f;
-  R tail = 0.5f * e * (p * t);
-  return {z < 0.0f ? tail : 1.0f - tail, e * 0.3989422804014327f};
-}
+// silu(z) = z sigmoid(z), its slope sigmoid + z sigmoid (1 - sigmoid).
+struct Logistic {
+  R z, sigmoid;
+  explicit Logistic(R at) : z(at) {
+    R x = (R)((I)z & 0x7fffffff);
+    x = x < 87.0f ? x : splat(87.0f);
+    R e = power_of_two(x, -1.44269504088896341f);
+    R s = 1.0f / (1.0f + e);
+    sigmoid = z < 0.0f ? e * s : s;
+  }
+  R silu() const { return z * sigmoid; }
+  R slope() const { return sigmoid + z * sigmoid * (1.0f - sigmoid); }
+};
 
 } // namespace

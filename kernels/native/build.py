@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kernels.native import HERE, LIBRARY, fingerprint
 
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi")
 X86 = ((16, "x86-64-v4"), (8, "x86-64-v3"), (4, "x86-64"))  # floats a vector, -march
 
 

@@ -70,6 +70,51 @@ struct DeepCall {
   float* dinit[2];               // (B, H, h, din), (B, H, dout, h)
 };
 
+// The layer around a memory, on the way in: u = x W_qkv (B, T, 3 D) through a short causal convolution, SiLU, and rows of length `scale`
+// for queries and keys.
+struct HeadsCall {
+  long B, H, T, d, taps;
+  float scale;
+  const float* u;      // (B, T, 3 D), row stride u_t
+  long u_b, u_t;
+  const float* tail;   // (B, taps - 1, 3 D) inputs before the first token
+  const float* weight; // (taps, 3 D)
+  float* out;          // (B, T, 3 D): q, k, v, each head by head
+  // backward
+  Rows dq, dk, dv;
+  float *du, *dtail, *dweight; // (B, T, 3 D), (B, taps - 1, 3 D), (B, taps, 3 D)
+};
+
+// On the way out: o = rmsnorm_head(y) weight silu(g).
+struct GateCall {
+  long B, H, T, d;
+  Rows y;
+  const float* g; // (B, T, D), row stride g_t
+  long g_b, g_t;
+  const float* weight; // (d)
+  float* out;          // (B, T, D)
+  // backward
+  const float* dout; // (B, T, D) contiguous
+  Rows dy;
+  float *dg, *dweight; // (B, T, D), (B, H, d)
+};
+
+// One token of a whole layer between its projections: p = x [W_qkv | W_gate | W_gates]^T (B, 4 D + 3 H L, padded) -> o (B, D), which the
+// output projection takes. Tail and memory are updated in place.
+struct StepCall {
+  bool matrix, momentum, decay;
+  long layers;       // L: gates a head
+  float divisor;     // of theta
+  const float* p;    // row stride p_b
+  long p_b;
+  const float* bias; // (3 H L): alpha, eta, theta
+  float* gates;      // work, (B, 3, H, L)
+  HeadsCall heads;   // out: work, (B, 3 D)
+  LinearCall linear;
+  DeepCall deep;
+  GateCall gate;     // y: work, (B, H, 1, d)
+};
+
 // One table a vector width. Every function works on the memories [begin, end) of the B * H in a call.
 struct Core {
   int width; // floats a vector
@@ -79,6 +124,12 @@ struct Core {
   void (*deep_forward)(const DeepCall&, long begin, long end);
   void (*deep_backward)(const DeepCall&, long begin, long end);
   void (*deep_step)(const DeepCall&, long begin, long end);
+  void (*heads_forward)(const HeadsCall&, long begin, long end);
+  void (*heads_backward)(const HeadsCall&, long begin, long end);
+  void (*gate_forward)(const GateCall&, long begin, long end);
+  void (*gate_backward)(const GateCall&, long begin, long end);
+  void (*product)(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc); // N padded
+  void (*layer_step)(const StepCall&, long begin, long end);
   size_t (*linear_saved)(const LinearCall&); // floats a memory
   long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
   size_t (*deep_saved)(const DeepCall&);     // floats a block

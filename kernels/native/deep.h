@@ -157,10 +157,10 @@ struct Deep {
     for (long r = 0; r < n; ++r)
       for (long x = r * ldh; x < r * ldh + hp; x += VL) {
         R v = load(z + x);
-        Normal p = normal(v);
-        store(a + x, v * p.cumulative);
-        if (slope) store(slope + x, p.cumulative + v * p.density);
-        if (bend) store(bend + x, p.density * (2.0f - v * v));
+        Normal p(v);
+        store(a + x, p.gelu());
+        if (slope) store(slope + x, p.slope());
+        if (bend) store(bend + x, p.bend());
       }
   }
 

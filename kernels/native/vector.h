@@ -32,6 +32,17 @@ inline R load(const float* p) { return *(const V*)p; }
 inline void store(float* p, R x) { *(V*)p = x; }
 inline R splat(float x) { return R{} + x; }
 
+inline R load_some(const float* p, long n) { // the first n numbers, zeros behind
+  if (n >= VL) return load(p);
+  R x{};
+  for (long j = 0; j < n; ++j) x[j] = p[j];
+  return x;
+}
+inline void store_some(float* p, R x, long n) {
+  if (n >= VL) return store(p, x);
+  for (long j = 0; j < n; ++j) p[j] = x[j];
+}
+
 template <int S, int... J>
 inline R rotate(R x, std::integer_sequence<int, J...>) { // x[(j + S) mod VL]
   return __builtin_shuffle(x, I{((J + S) & (VL - 1))...});
@@ -71,7 +82,8 @@ class Scratch {
   Scratch() { arena().block = arena().used = 0; }
   float* take(size_t n) {
     Arena& a = arena();
-    size_t bytes = (n * 4 + 63) / 64 * 64 + 64;
+    // Arrays of whole pages would start at the same place of a page, and a store to one would stall loads of the next: 39 lines apart.
+    size_t bytes = (n * 4 + 63) / 64 * 64 + 39 * 64;
     while (a.block < a.blocks.size() && a.used + bytes > a.blocks[a.block].second) ++a.block, a.used = 0;
     if (a.block == a.blocks.size()) {
       size_t size = bytes > (1u << 20) ? up(bytes, 4096) : (1u << 20);
@@ -126,6 +138,7 @@ __attribute__((noinline)) void transpose(const float* src, long lds, long rows, 
       long nr = rows - r < VL ? rows - r : VL, nc = cols - c < VL ? cols - c : VL;
       R x[VL];
       if (nc == VL) {
+#pragma GCC unroll 16
         for (int i = 0; i < VL; ++i) x[i] = i < nr ? load(src + (r + i) * lds + c) : R{};
       } else {
         for (int i = 0; i < VL; ++i) {
@@ -172,19 +185,29 @@ enum Mode { SET, ADD, SUB };
 // C[M x N] (=, +=, -=) A[M x K] B[K x N] for one register tile. A is row-major (A[m * lda + k]) or, with T, transposed (A[k * lda + m]).
 template <bool T, int M, int N>
 inline void tile(long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc, Mode mode) {
-  R acc[M][N] = {};
+  R acc[M][N];
   const float* row[M];
-  for (int m = 0; m < M; ++m) row[m] = T ? A + m : A + m * lda;
+#pragma GCC unroll 8
+  for (int m = 0; m < M; ++m) {
+    row[m] = T ? A + m : A + m * lda;
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) acc[m][n] = R{};
+  }
 #pragma GCC unroll 2
   for (long k = 0; k < K; ++k) {
     R b[N];
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) b[n] = load(B + k * ldb + n * VL);
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       float a = T ? A[k * lda + m] : row[m][k];
+#pragma GCC unroll 4
       for (int n = 0; n < N; ++n) acc[m][n] += a * b[n];
     }
   }
+#pragma GCC unroll 8
   for (int m = 0; m < M; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < N; ++n) {
       float* c = C + m * ldc + n * VL;
       store(c, mode == SET ? acc[m][n] : mode == ADD ? load(c) + acc[m][n] : load(c) - acc[m][n]);
@@ -243,7 +266,9 @@ inline void solve_tile(long n, long r, const float* L, long ldl, float* X, long 
   else
     tile<false, M, N>(r, L + r * ldl, ldl, X, ldx, X + r * ldx, ldx, SUB);
   R x[M][N];
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
     for (int j = 0; j < N; ++j) x[i][j] = load(X + (r + i) * ldx + j * VL);
 #pragma GCC unroll 8
   for (int i = 1; i < M; ++i)
@@ -252,9 +277,12 @@ inline void solve_tile(long n, long r, const float* L, long ldl, float* X, long 
       // Transposed goes from the last row up: row M-1-i takes L[M-1-j][M-1-i] times row M-1-j.
       int to = Transposed ? M - 1 - i : i, from = Transposed ? M - 1 - j : j;
       float l = Transposed ? L[(r + from) * ldl + r + to] : L[(r + to) * ldl + r + from];
+#pragma GCC unroll 4
       for (int c = 0; c < N; ++c) x[to][c] -= l * x[from][c];
     }
+#pragma GCC unroll 8
   for (int i = 0; i < M; ++i)
+#pragma GCC unroll 4
     for (int j = 0; j < N; ++j) store(X + (r + i) * ldx + j * VL, x[i][j]);
 }
 

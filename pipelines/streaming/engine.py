@@ -124,6 +124,14 @@ class Engine:
         with torch.inference_mode():
             return StreamState(self.model.memory.initial_state(n), self.monitors.initial(n))
 
+    def seed(self, unique_ids: Sequence[str], last: Sequence[int], state: Any) -> None:
+        """Begin streams with memories that have read a history up to the times `last`; events up to these count as late.
+
+        Only before the first batch; written to the checkpoint at once, so a restart finds the same beginning.
+        """
+        monitored = self.monitors.initial(len(unique_ids))
+        self.store.settle(self.slots.seed(unique_ids, last, StreamState(state, monitored)))
+
     # One batch.
 
     def step(self, arrivals: Arrivals, batch: int) -> Outcome:

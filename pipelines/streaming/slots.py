@@ -162,6 +162,15 @@ class Slots:
         for name in list(self._stand_in):
             self._drop(name)
 
+    def seed(self, unique_ids: Sequence[str], last: Sequence[int], state: Any) -> dict[str, tuple[int, bytes]]:
+        """Snapshots, as of before the first batch, of streams whose memories were made elsewhere from rows up to `last`."""
+        out = {}
+        for name, ds, row in zip(unique_ids, last, self.layout.rows(state), strict=True):
+            clock = Clock()
+            clock.last = clock.newest = int(ds)
+            out[name] = (0, _close(clock, row))
+        return out
+
     # State in and out.
 
     def gather(self, slots: Tensor) -> Any:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,8 +89,11 @@ def run(
     max_events: int | None = None,
     progress: bool = False,
     metrics_port: int | None = None,
+    history: str | None = None,
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
+
+    history: a table whose rows every memory reads before the first event, when the checkpoint is new.
 
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
     checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
@@ -104,6 +107,7 @@ def run(
     fitted = TitansForecaster.from_weights(registered.weights, registered.config)
     model = stream_model(fitted, f"{registered.name}/{registered.version}")
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
+    past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
     columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
     base = Path(checkpoint if "://" in output else output).with_suffix("")
     for folder in (Path(checkpoint).parent, base.parent):
@@ -136,6 +140,7 @@ def run(
             max_events=max_events,
             stop=stop,
             report=tell,
+            past=past,
         )
     return replace(
         summary,
@@ -205,6 +210,7 @@ def work(
     max_events: int | None = None,
     stop: Stop | None = None,
     report: Callable[[Step], None] | None = None,
+    past: tuple[Sequence[str], Sequence[int], Any] | None = None,
 ) -> StreamSummary:
     """Run until the source ends, `max_events` lines were taken in this run, or `stop` is set.
 
@@ -219,6 +225,10 @@ def work(
     sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
         sink.resume(progress.receipts.get(name))
+    if not progress.receipts:
+        store.begin({name: sink.flush() for name, sink in sinks.items()})
+    if past is not None and not progress.done and not progress.positions:
+        engine.seed(*past)
     pending = engine.restore()
     restart = time.monotonic() - begun
     if progress.positions:

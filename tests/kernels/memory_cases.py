@@ -88,7 +88,8 @@ def build(seed: int, B: int, H: int, T: int, d: int, chunk: int, cuts: list[int]
         q=draw(B, H, T, d),
         k=torch.nn.functional.normalize(draw(B, H, T, d), dim=-1),
         v=draw(B, H, T, width),
-        theta=torch.sigmoid(draw(*gate)) * 0.3,
+        # small enough that a deep memory does not amplify rounding from token to token
+        theta=torch.sigmoid(draw(*gate)) * (0.3 if matrix else 0.05),
         eta=torch.sigmoid(draw(*gate)),
         alpha=torch.sigmoid(draw(*gate)) * 0.4,
         W=tuple(draw(B, H, *s) for s in shapes),
@@ -110,7 +111,7 @@ def cases(draw: st.DrawFn, matrix: bool = False, forms: tuple[str, ...] = tuple(
         B=draw(st.integers(1, 3)),
         H=draw(st.integers(1, 2)),
         T=T,
-        d=draw(st.integers(1 if matrix else 2, 5)),
+        d=draw(st.integers(1 if matrix else 3, 5)),  # a LayerNorm over 2 channels can only return +-1
         chunk=draw(st.sampled_from([1, 2, 3, 5, 8, 16, 64])),
         cuts=sorted(draw(st.lists(st.integers(0, T), max_size=4))),
         form=draw(st.sampled_from(forms)),

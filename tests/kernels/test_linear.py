@@ -21,7 +21,9 @@ def close(a: Tensor, b: Tensor, tol: float = 1e-9) -> None:
 
 
 def fixed_case(T: int = 40, chunk: int = 16, **changes: int) -> Case:
-    return build(**{"seed": 7, "B": 2, "H": 2, "T": T, "d": 5, "chunk": chunk, "cuts": [], "form": "matrix", "lags": 1, "matrix": True, **changes})  # type: ignore[arg-type]
+    return build(
+        **{"seed": 7, "B": 2, "H": 2, "T": T, "d": 5, "chunk": chunk, "cuts": [], "form": "matrix", "lags": 1, "matrix": True, **changes}
+    )  # type: ignore[arg-type]
 
 
 @given(cases(matrix=True, window=False), READ, st.booleans(), st.booleans())
@@ -38,9 +40,7 @@ def test_exact_form_is_the_recurrence_for_every_chunk(case: Case, read: str, mom
 @given(cases(matrix=True), st.sampled_from(["after", "before", "anchor"]), st.sampled_from(["l2", "dot"]))
 def test_stale_form_is_the_loop_that_takes_gradients_at_the_anchor(case: Case, read: str, loss: str) -> None:  # T3, T4 (chunk = 1)
     network = Network(norm=False, residual=False, loss=loss)
-    want, end = titans(
-        *case.tokens, oracle_state(case.W, case.S), network=network, anchor_every=case.chunk, read=read, gamma=case.gamma
-    )
+    want, end = titans(*case.tokens, oracle_state(case.W, case.S), network=network, anchor_every=case.chunk, read=read, gamma=case.gamma)
     got, state = linear_stale(*case.tokens, case.stale_state(), chunk=case.chunk, read=read, gamma=case.gamma, loss=loss)
     close(got, want)
     close(state.W, end.W[0])
@@ -78,6 +78,26 @@ def test_any_split_of_calls_is_one_call(case: Case, read: str) -> None:  # T6
     close(torch.cat(exact_pieces, 2), exact_whole)
     for got, want in zip((*state, *exact_state), (*end, *exact_end), strict=True):
         close(got, want)
+
+
+@pytest.mark.parametrize("lags", [1, 3])
+@pytest.mark.parametrize("loss", ["l2", "dot"])
+@pytest.mark.parametrize("read", ["after", "before", "anchor"])
+def test_token_by_token_is_one_call(lags: int, loss: str, read: str) -> None:  # T6, the direct step of a live stream
+    case = fixed_case(T=11, chunk=4, lags=lags)
+    for masked in (False, True):
+        write = torch.rand(2, case.T, generator=torch.Generator().manual_seed(3)) < (0.6 if masked else 2.0)
+        options = {"chunk": 4, "read": read, "loss": loss}
+        whole, end = linear_stale(*case.tokens, case.stale_state(), gamma=case.gamma, write=write if masked else None, **options)
+        state, pieces = case.stale_state(), []
+        for t in range(case.T):
+            at = slice(t, t + 1)
+            gamma = None if case.gamma is None else case.gamma[:, :, at]
+            y, state = linear_stale(*(x[:, :, at] for x in case.tokens), state, gamma=gamma, write=write[:, at], **options)
+            pieces.append(y)
+        close(torch.cat(pieces, 2), whole)
+        for a, b in zip(state, end, strict=True):
+            close(a, b)
 
 
 @given(cases(matrix=True), st.integers(0, 2**16))
@@ -196,6 +216,38 @@ def test_gradients_of_both_forms() -> None:  # T13
     assert torch.autograd.gradcheck(stale, leaves(case))
 
 
+@pytest.mark.parametrize("loss", ["l2", "dot"])
+def test_gradients_under_an_omega_window_with_gaps_and_by_row(loss: str) -> None:  # T13
+    case = fixed_case(T=5, chunk=2, B=1, H=1, d=3, lags=3)
+    assert case.gamma is not None
+    gaps = torch.tensor([[True, False, True, True, False]])
+    alpha = torch.sigmoid(case.v)
+
+    def omega(*x: Tensor) -> Tensor:
+        return linear_stale(*x[:6], case.stale_state(), chunk=2, gamma=x[6], loss=loss)[0]
+
+    def gappy(*x: Tensor) -> tuple[Tensor, ...]:
+        plain = case.stale_state()._replace(keys=case.k[:, :, :0], values=case.v[:, :, :0])
+        return linear_stale(*x, plain, chunk=2, write=gaps, loss=loss)[0], linear_exact(*x, case.matrix_state(), chunk=2, write=gaps)[0]
+
+    def by_row(*x: Tensor) -> Tensor:
+        return linear_exact(*x, case.matrix_state(), chunk=2)[0]
+
+    for run, inputs in ((omega, (*case.tokens, case.gamma)), (gappy, case.tokens), (by_row, (*case.tokens[:5], alpha))):
+        assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs], fast_mode=True)
+
+
+def test_half_precision_tokens_meet_a_float32_memory() -> None:
+    case = fixed_case(T=20)
+    tokens = [x.bfloat16() for x in case.tokens[:3]]
+    gates = [x.float() for x in case.tokens[3:]]
+    state = MatrixState(*(x.float() for x in case.matrix_state()))
+    y, end = linear_exact(*tokens, *gates, state)
+    want, _ = linear_exact(*(x.float() for x in tokens), *gates, state)
+    assert y.dtype == torch.bfloat16 and end.W.dtype == torch.float32
+    close(y, want.bfloat16())
+
+
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
     # Mutants tried and caught: _Chunks.backward without the path through E to Z, and without the gradient of f (both
     # test_gradients_of_both_forms); the chunk's errors detached from the graph (this test).
@@ -218,7 +270,7 @@ def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
         outputs.append(torch.einsum("bhvk,bhk->bhv", W, q))
     torch.stack(outputs, 2).sum().backward()
     close(W, path.W)
-    assert (detached[1].grad is None or (detached[1].grad - x[1].grad).abs().max() > 1e-3)  # type: ignore[operator]
+    assert detached[1].grad is None or (detached[1].grad - x[1].grad).abs().max() > 1e-3  # type: ignore[operator]
     assert (detached[6].grad - x[6].grad).abs().max() > 1e-3  # type: ignore[operator]
 
 

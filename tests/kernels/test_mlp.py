@@ -29,7 +29,9 @@ def assert_same_state(state: DeepState, end: OracleState, stream: int | None = N
 
 
 def fixed_case(form: str, T: int = 9, chunk: int = 4, **changes: int) -> Case:
-    return build(**{"seed": 3, "B": 1, "H": 1, "T": T, "d": 3, "chunk": chunk, "cuts": [], "form": form, "lags": 1, "matrix": False, **changes})  # type: ignore[arg-type]
+    return build(
+        **{"seed": 3, "B": 1, "H": 1, "T": T, "d": 3, "chunk": chunk, "cuts": [], "form": form, "lags": 1, "matrix": False, **changes}
+    )  # type: ignore[arg-type]
 
 
 @given(cases(window=False))
@@ -82,7 +84,25 @@ def test_any_split_of_calls_is_one_call(case: Case) -> None:  # T6
     close(state.values, end.values)
 
 
-@settings(max_examples=15)
+@pytest.mark.parametrize("form", list(DEEP))
+@pytest.mark.parametrize("lags", [1, 3])
+def test_token_by_token_is_one_call(form: str, lags: int) -> None:  # T6, the direct step of a live stream
+    case = fixed_case(form, T=9, chunk=4, B=2, lags=lags)
+    for hybrid in {False, lags == 1 and not case.network.norm}:
+        options = {"chunk": 4, "network": case.network, "affine": case.affine, "exact_last": hybrid}
+        for init in (case.init, None):
+            whole, end = deep(*case.tokens, case.deep_state(), init=init, gamma=case.gamma, **options)
+            state, pieces = case.deep_state(), []
+            for t in range(case.T):
+                gamma = None if case.gamma is None else case.gamma[:, :, t : t + 1]
+                y, state = deep(*(x[:, :, t : t + 1] for x in case.tokens), state, init=init, gamma=gamma, **options)
+                pieces.append(y)
+            close(torch.cat(pieces, 2), whole)
+            assert_same_state(state, end)  # type: ignore[arg-type]
+            close(state.keys, end.keys)
+
+
+@settings(max_examples=10)
 @given(cases(max_T=12), st.integers(0, 2**16), st.lists(st.integers(0, 63), min_size=3, max_size=3))
 def test_streams_write_or_not_and_stand_anywhere_in_their_chunks(case: Case, seed: int, phases: list[int]) -> None:  # T12
     B = case.q.shape[0]
@@ -96,7 +116,9 @@ def test_streams_write_or_not_and_stand_anywhere_in_their_chunks(case: Case, see
     zero = [(torch.zeros_like(case.k[:1, :, 0]), torch.zeros_like(case.v[:1, :, 0]))] * state.keys.shape[2]
     for i in range(B):
         at = slice(i, i + 1)
-        start = OracleState(tuple(w[at] for w in case.W), tuple(s[at] for s in case.S), tuple(a[at] for a in anchor), int(phase[i]), tuple(zero))
+        start = OracleState(
+            tuple(w[at] for w in case.W), tuple(s[at] for s in case.S), tuple(a[at] for a in anchor), int(phase[i]), tuple(zero)
+        )
         tokens = [x[at] for x in case.tokens]
         want, want_end = titans(*tokens, start, anchor_every=case.chunk, gamma=alone(case.gamma, i), write=write[at], **options)
         close(got[at], want)
@@ -147,7 +169,7 @@ def test_decay_to_the_initial_weights_returns_there_and_decay_to_zero_dies() -> 
 def test_gradients(form: str, read: str) -> None:  # T13
     # Mutants tried and caught here: the carried gradient of S dropped at chunk boundaries; the anchor's gradient of the first chunk
     # dropped; deltas detached from the weights (no second-order terms).
-    case = fixed_case(form, T=4, chunk=2, d=2)
+    case = fixed_case(form, T=4, chunk=2, d=3)  # at d = 2 a LayerNorm can only return +-1 and hides what lies below it
     n = len(case.W)
     inputs = [*case.tokens, *case.W, *case.S, *case.init, *(case.affine or ())]
     hybrid = not case.network.norm and read == "after"
@@ -156,11 +178,35 @@ def test_gradients(form: str, read: str) -> None:  # T13
         W, S, init, affine = x[6 : 6 + n], x[6 + n : 6 + 2 * n], x[6 + 2 * n : 6 + 3 * n], x[6 + 3 * n :]
         start = case.deep_state()._replace(W=W, S=S, anchor=tuple(0.5 * w for w in W), phase=torch.ones(1, dtype=torch.long))
         y, state = deep(
-            *x[:6], start, init=init, chunk=2, network=case.network, affine=affine or None, read=read, exact_last=hybrid  # type: ignore[arg-type]
+            *x[:6],
+            start,
+            init=init,
+            chunk=2,
+            network=case.network,
+            affine=affine or None,
+            read=read,
+            exact_last=hybrid,  # type: ignore[arg-type]
         )
         return y, *state.W, *state.S, *state.anchor
 
     assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs], fast_mode=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_under_an_omega_window_or_with_gaps(masked: bool) -> None:  # T13
+    case = fixed_case("two layers, norm, residual", T=5, chunk=2, lags=1 if masked else 3)
+    write = torch.tensor([[True, False, True, True, False]]) if masked else None
+    assert masked or case.gamma is not None
+
+    def run(*x: Tensor) -> tuple[Tensor, ...]:
+        gamma = None if masked else x[6]
+        y, state = deep(
+            *x[:6], case.deep_state(), init=case.init, chunk=2, network=case.network, affine=case.affine, gamma=gamma, write=write
+        )
+        return y, *state.W, *state.S
+
+    inputs = [x.clone().requires_grad_() for x in (*case.tokens, *(() if masked else (case.gamma,)))]  # type: ignore[union-attr]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13
@@ -201,7 +247,10 @@ def test_float32_stays_near_float64_over_2048_tokens() -> None:  # T15
     tokens[0], tokens[1] = tokens[0] * d**0.5, tokens[1] * d**0.5
     eta = torch.full((1, 1, T, 2), 0.7, dtype=torch.float64)
     gates = [(1 - eta) * 0.5 / 16 / d, eta, torch.full_like(eta, 0.02)]
-    init = [torch.randn(1, h, d, generator=g, dtype=torch.float64) / d**0.5, torch.randn(1, d, h, generator=g, dtype=torch.float64) / h**0.5]
+    init = [
+        torch.randn(1, h, d, generator=g, dtype=torch.float64) / d**0.5,
+        torch.randn(1, d, h, generator=g, dtype=torch.float64) / h**0.5,
+    ]
     want, _ = deep(*tokens, *gates, deep_state(init, 1), init=init)
     small = [w.float() for w in init]
     got, state = deep(*(x.float() for x in (*tokens, *gates)), deep_state(small, 1), init=small)

@@ -1,0 +1,204 @@
+"""Chooses the implementation of a memory by device, dtype and shape; what it computes is the same.
+
+    torch    `kernels.linear`, `kernels.mlp`: every rule and option, any device, float32 and float64
+    native   `kernels.native`: float32 on the CPU, built ahead of time; the exact matrix memory and the 2-layer memory
+    triton   `kernels.triton`: CUDA and HIP devices; the matrix memories and the 2-layer memory
+
+TETHYS_KERNELS=torch|native|triton overrides the choice. A forced implementation that cannot take a call raises and says why: a run that
+asked for one implementation never silently gets another.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import linear, mlp
+from kernels.linear import MatrixState, StaleState
+from kernels.mlp import Affine, DeepState
+from kernels.network import DEFAULT, Network
+
+VARIABLE = "TETHYS_KERNELS"
+NAMES = ("torch", "native", "triton")
+TRITON_ROWS = 128  # tokens of a chunk, its window included, and channels of a head that one Triton program holds
+
+
+def forced() -> str | None:
+    """The implementation that the environment asks for, if any."""
+    name = os.environ.get(VARIABLE, "").strip()
+    if name and name not in NAMES:
+        raise ValueError(f"{VARIABLE} is one of {', '.join(NAMES)}, not {name!r}")
+    return name or None
+
+
+def available() -> dict[str, str]:
+    """What runs here and why, by implementation, and the one that float32 tensors get on the CPU and on a GPU."""
+    from kernels import native
+
+    status = native.status()
+    gpu = torch.cuda.is_available()
+    has_triton = importlib.util.find_spec("triton") is not None
+    facts = {
+        "torch": "yes",
+        "native": f"{'yes' if status.available else 'no'}: {status.reason}; {status.cost}",
+        "triton": "yes" if gpu and has_triton else "no: " + ("no CUDA or HIP device" if has_triton else "the package is not installed"),
+    }
+    facts["cpu"] = forced() or ("native" if status.available else "torch")
+    facts["gpu"] = forced() or ("none" if not gpu else "triton" if has_triton else "torch")
+    return facts
+
+
+def choose(name: str, device: torch.device, native: Callable[[], str], triton: Callable[[], str]) -> str:
+    """The implementation for one call. native(), triton(): empty if it can take the call, else why not."""
+    asked = forced()
+    if asked == "torch":
+        return "torch"
+    if asked is not None:
+        reason = native() if asked == "native" else triton()
+        if reason:
+            raise ValueError(f"{name}: {VARIABLE}={asked}, but {reason}; unset it, or set it to torch")
+        return asked
+    if device.type == "cpu":
+        return "torch" if native() else "native"
+    if device.type == "cuda":
+        return "torch" if triton() else "triton"
+    return "torch"
+
+
+def linear_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: MatrixState,
+    *,
+    chunk: int = 64,
+    read: str = "after",
+    write: Tensor | None = None,
+    decayed_error: bool = False,
+) -> tuple[Tensor, MatrixState]:
+    """As `kernels.linear.linear_exact`."""
+
+    def native() -> str:
+        from kernels.native import supports_linear
+
+        return supports_linear(q, k, v, alpha, state, decayed_error)
+
+    def triton() -> str:
+        if decayed_error or (alpha is not None and alpha.dim() == 4):
+            return "channel-wise forgetting and the decayed error have only the torch form"
+        return _triton_takes((q, k, v), state, chunk=0)
+
+    chosen = choose("linear_exact", q.device, native, triton)
+    if chosen == "torch":
+        return linear.linear_exact(
+            q, k, v, theta, eta, alpha, state, chunk=chunk, read=read, write=write, decayed_error=decayed_error
+        )  # fmt: skip
+    linear.check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
+    run = _load(chosen).linear_exact
+    y, new = run(q, k, v, theta, eta, alpha, state, chunk=min(chunk, TRITON_ROWS) if chosen == "triton" else chunk, read=read, write=write)
+    return y, new
+
+
+def linear_stale(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: StaleState,
+    *,
+    chunk: int = 16,
+    read: str = "after",
+    write: Tensor | None = None,
+    gamma: Tensor | None = None,
+    loss: str = "l2",
+) -> tuple[Tensor, StaleState]:
+    """As `kernels.linear.linear_stale`."""
+
+    def triton() -> str:
+        if loss != "l2" or read == "anchor" or (gamma is not None and write is not None):
+            return "loss 'dot', read 'anchor' and gamma with write have only the torch form"
+        return _triton_takes((q, k, v), (state.W, state.S, state.anchor), chunk=chunk + state.keys.shape[2])
+
+    chosen = choose("linear_stale", q.device, lambda: "the chunk-start matrix memory has no native form", triton)
+    if chosen == "torch":
+        return linear.linear_stale(q, k, v, theta, eta, alpha, state, chunk=chunk, read=read, write=write, gamma=gamma, loss=loss)
+    linear.check(q, k, v, theta, eta, alpha, state.W, chunk, read, linear.READS)
+    y, new = _load(chosen).linear_stale(q, k, v, theta, eta, alpha, state, chunk=chunk, read=read, write=write, gamma=gamma)
+    return y, new
+
+
+def deep(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: DeepState,
+    *,
+    init: Sequence[Tensor] | None,
+    chunk: int = 16,
+    network: Network = DEFAULT,
+    affine: Affine = None,
+    read: str = "after",
+    write: Tensor | None = None,
+    gamma: Tensor | None = None,
+    exact_last: bool = False,
+) -> tuple[Tensor, DeepState]:
+    """As `kernels.mlp.deep`."""
+
+    def native() -> str:
+        from kernels.native import supports_deep
+
+        return supports_deep(q, k, v, state, network, gamma, exact_last)
+
+    def triton() -> str:
+        if len(state.W) != 2 or network.gated or network.unit_hidden or network.loss != "l2" or exact_last or read == "anchor":
+            return (
+                "other than two layers, gated and unit_hidden networks, loss 'dot', read 'anchor' and exact_last have only the torch form"
+            )
+        if gamma is not None and write is not None:
+            return "gamma with write has only the torch form"
+        return _triton_takes((q, k, v), (*state.W, *state.S, *state.anchor), chunk=chunk + state.keys.shape[2])
+
+    chosen = choose("deep", q.device, native, triton)
+    if chosen == "torch":
+        return mlp.deep(
+            q, k, v, theta, eta, alpha, state, init=init, chunk=chunk, network=network, affine=affine, read=read, write=write,
+            gamma=gamma, exact_last=exact_last,
+        )  # fmt: skip
+    mlp.check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
+    options: dict[str, Any] = {"init": init, "chunk": chunk, "network": network, "affine": affine, "read": read, "write": write}
+    if chosen == "triton":
+        options["gamma"] = gamma
+    y, new = _load(chosen).deep(q, k, v, theta, eta, alpha, state, **options)
+    return y, new
+
+
+def _load(name: str) -> Any:
+    return importlib.import_module(f"kernels.{name}")
+
+
+def _triton_takes(tokens: Sequence[Tensor], state: Sequence[Tensor], chunk: int) -> str:
+    """Empty if the Triton kernels can take these tensors, else why not."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if any(x.dtype is not torch.float32 for x in state):
+        return f"Triton states are float32, not {state[0].dtype}"
+    if any(x.dtype not in (torch.float32, torch.bfloat16, torch.float16) for x in tokens):
+        return f"Triton reads float32, bfloat16 and float16, not {tokens[0].dtype}"
+    if max(x.shape[-1] for x in tokens) > TRITON_ROWS or chunk > TRITON_ROWS:
+        return (
+            f"a Triton program holds heads of at most {TRITON_ROWS} channels and chunks, window included, of at most {TRITON_ROWS} tokens"
+        )
+    return ""

@@ -1,0 +1,1 @@
+"""Genomics: audit, train, classify, score variants."""

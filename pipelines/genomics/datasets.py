@@ -1,0 +1,86 @@
+"""Labelled sequences and intervals, read from the layouts in which benchmarks come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from connectors.sequences import Interval, SequenceError, Source, intervals, read
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """Sequences with the names of their classes, and ids where the source had them. Case is as in the source."""
+
+    sequences: list[str]
+    labels: list[str]
+    ids: list[str]
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def take(self, rows: Sequence[int]) -> Labelled:
+        """The rows of these indices, in that order."""
+        return Labelled([self.sequences[i] for i in rows], [self.labels[i] for i in rows], [self.ids[i] for i in rows])
+
+
+@dataclass(frozen=True)
+class LabelledIntervals:
+    """Intervals with the names of their classes."""
+
+    intervals: list[Interval]
+    labels: list[str]
+
+    def __len__(self) -> int:
+        return len(self.intervals)
+
+
+def read_labelled(source: Source, *, columns: Sequence[str] | None = None) -> Labelled:
+    """A table with sequence and label columns; a row without a label is an error."""
+    found = Labelled([], [], [])
+    for record in read(source, format="table", columns=columns, keep_case=True):
+        label = getattr(record, "label", None)
+        if not label:
+            raise SequenceError(str(source), "has no label", record=len(found) + 1, id=record.id or "")
+        found.sequences.append(record.sequence)
+        found.labels.append(label)
+        found.ids.append(record.id or "")
+    return found
+
+
+def read_folder(root: Path, *, splits: Sequence[str] = ("train", "test")) -> dict[str, Labelled]:
+    """GenomicBenchmarks' layout of sequences: root/SPLIT/CLASS/*.txt, one sequence a file, or CLASS.fa."""
+    found = {}
+    for split in splits:
+        rows = Labelled([], [], [])
+        for entry in sorted((root / split).iterdir()):
+            if entry.is_dir():
+                for file in sorted(entry.iterdir()):
+                    rows.sequences.append(file.read_text().strip())
+                    rows.labels.append(entry.name)
+                    rows.ids.append(file.stem)
+            else:
+                for record in read(entry, keep_case=True):
+                    rows.sequences.append(record.sequence)
+                    rows.labels.append(entry.name.split(".")[0])
+                    rows.ids.append(record.id or "")
+        if not len(rows):
+            raise SequenceError(str(root / split), "holds no class folder with sequences")
+        found[split] = rows
+    return found
+
+
+def read_interval_folder(root: Path, *, splits: Sequence[str] = ("train", "test")) -> dict[str, LabelledIntervals]:
+    """GenomicBenchmarks' layout of intervals: root/SPLIT/CLASS.csv.gz with id, region, start, end, strand."""
+    found = {}
+    for split in splits:
+        rows = LabelledIntervals([], [])
+        for entry in sorted((root / split).glob("*.csv*")):
+            for interval in intervals(entry):
+                rows.intervals.append(interval)
+                rows.labels.append(entry.name.split(".")[0])
+        if not len(rows):
+            raise SequenceError(str(root / split), "holds no CLASS.csv or CLASS.csv.gz with intervals")
+        found[split] = rows
+    return found

@@ -1,0 +1,70 @@
+"""The choice of an implementation: the same numbers, the one that was asked for, and a reason where it cannot run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from memory_cases import build
+
+from kernels import dispatch, linear, mlp, native
+
+
+def case(matrix: bool):  # type: ignore[no-untyped-def]
+    return build(seed=1, B=2, H=2, T=11, d=4, chunk=4, cuts=[], form="two layers, norm, residual", lags=1, matrix=matrix)
+
+
+def to32(x):  # type: ignore[no-untyped-def]
+    if isinstance(x, torch.Tensor):
+        return x.float() if x.is_floating_point() else x
+    return type(x)(*map(to32, x)) if hasattr(x, "_fields") else tuple(map(to32, x))
+
+
+def test_the_environment_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETHYS_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="TETHYS_KERNELS is one of"):
+        dispatch.forced()
+    c = case(matrix=True)
+    monkeypatch.setenv("TETHYS_KERNELS", "torch")
+    got, _ = dispatch.linear_exact(*c.tokens, c.matrix_state(), chunk=4)
+    assert torch.equal(got, linear.linear_exact(*c.tokens, c.matrix_state(), chunk=4)[0])
+    monkeypatch.setenv("TETHYS_KERNELS", "native")
+    with pytest.raises(ValueError, match="TETHYS_KERNELS=native, but"):  # float64 has only the torch form
+        dispatch.linear_exact(*c.tokens, c.matrix_state(), chunk=4)
+    with pytest.raises(ValueError, match="no native form"):
+        dispatch.linear_stale(*to32(c.tokens), to32(c.stale_state()), chunk=4)
+    monkeypatch.setenv("TETHYS_KERNELS", "triton")
+    with pytest.raises(ValueError, match="TETHYS_KERNELS=triton, but"):
+        dispatch.linear_exact(*c.tokens, c.matrix_state(), chunk=4)
+
+
+def test_float64_and_unusual_rules_get_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TETHYS_KERNELS", raising=False)
+    c, d = case(matrix=True), case(matrix=False)
+    assert torch.equal(dispatch.linear_stale(*c.tokens, c.stale_state())[0], linear.linear_stale(*c.tokens, c.stale_state())[0])
+    options = {"init": d.init, "affine": d.affine, "chunk": 4}
+    assert torch.equal(dispatch.deep(*d.tokens, d.deep_state(), **options)[0], mlp.deep(*d.tokens, d.deep_state(), **options)[0])
+
+
+@pytest.mark.parametrize("length", [1, 11])
+def test_the_chosen_form_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.delenv("TETHYS_KERNELS", raising=False)
+    c, d = case(matrix=True), case(matrix=False)
+    tokens = [to32(x)[:, :, :length] for x in c.tokens]
+    want, _ = linear.linear_exact(*c.tokens, c.matrix_state())
+    got, _ = dispatch.linear_exact(*tokens, to32(c.matrix_state()))
+    torch.testing.assert_close(got.double(), want[:, :, :length], atol=1e-4, rtol=1e-4)
+    want, _ = mlp.deep(*d.tokens, d.deep_state(), init=d.init, affine=d.affine)
+    got, _ = dispatch.deep(*(to32(x)[:, :, :length] for x in d.tokens), to32(d.deep_state()), init=to32(d.init), affine=to32(d.affine))
+    torch.testing.assert_close(got.double(), want[:, :, :length], atol=1e-3, rtol=1e-3)
+    expected = "native" if native.status().available else "torch"
+    assert dispatch.available()["cpu"] == expected
+    assert (
+        dispatch.choose("linear_exact", torch.device("cpu"), lambda: "" if native.status().available else "not built", lambda: "no")
+        == expected
+    )
+
+
+def test_a_wrong_shape_is_named_whoever_computes() -> None:
+    c = case(matrix=True)
+    with pytest.raises(ValueError, match="theta has shape"):
+        dispatch.linear_exact(*(to32(x) for x in c.tokens[:3]), to32(c.theta)[..., :3], *to32(c.tokens[4:]), to32(c.matrix_state()))
