@@ -25,7 +25,6 @@ Axis letters: B streams, H horizon, F features of the forecaster, d context, R r
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -123,7 +122,7 @@ class OutcomeState:
     gains: Tensor  # (B, R, H, d) of the contexts
     rehearsed: Tensor  # (B, R, H, d) gains of the axis that was rehearsed with each
     inverse: Tensor  # (B, R, d, d) inverse Gram matrices
-    memory: Tensor  # (B, R, d, H) W
+    memory: Tensor  # (B, R, H, d) W
     pending: Tensor  # (B, H, H, E + 1) forecasts in the origin's unit, relative to its level; origins, steps, experts and the mix
     mix_inverse: Tensor  # (B, H, K, K)
     mix: Tensor  # (B, H, K) weights about the slowest memory
@@ -163,12 +162,22 @@ class OutcomeMemory(nn.Module):
 
     projection: Tensor
     window_line: Tensor
+    _steps: Tensor
+    _lam: Tensor
+    _mix_lam: Tensor
+    _season: Tensor
 
     def __init__(self, config: OutcomeConfig) -> None:
         super().__init__()
         self.config = config
         self.register_buffer("projection", torch.zeros(config.features, config.width))
         self.register_buffer("window_line", torch.zeros(config.look_back + 1, config.horizon))
+        self.register_buffer("_steps", torch.arange(1, config.horizon + 1), persistent=False)
+        self.register_buffer("_lam", 1.0 - 1.0 / torch.tensor(config.forget).unsqueeze(1), persistent=False)
+        self.register_buffer("_mix_lam", torch.tensor(1.0 - 1.0 / config.mix_forget), persistent=False)
+        if config.season is not None:
+            first, columns, rows = config.season
+            self.register_buffer("_season", first + (self._steps - 1) // rows % columns, persistent=False)
         self.eval()
 
     @torch.no_grad()
@@ -222,7 +231,7 @@ class OutcomeMemory(nn.Module):
             gains=zeros(R, H, d),
             rehearsed=zeros(R, H, d),
             inverse=zeros(R, d, d) + torch.eye(d, device=like.device) / self._penalty(c.penalty),
-            memory=zeros(R, d, H),
+            memory=zeros(R, H, d),
             pending=zeros(H, H, E + 1),
             mix_inverse=zeros(H, K, K) + torch.eye(K, device=like.device) / self._penalty(c.mix_penalty),
             mix=zeros(H, K),
@@ -263,17 +272,16 @@ class OutcomeMemory(nn.Module):
 
         # The memories. Every step has its own column of W, and meets each context with the gain that was worked out for it.
         error = (truth - due[:, :, 0]).clamp(-c.clip, c.clip)
-        read = torch.einsum("bhd,brdh->brh", s.keys, s.memory)
+        read = (s.keys.unsqueeze(1) * s.memory).sum(3)  # (B, R, H)
         surprise = torch.where(known.unsqueeze(1), error.unsqueeze(1) - read, 0.0)
-        memory = s.memory + (s.gains * surprise.unsqueeze(3)).mT
-        steps = torch.arange(1, c.horizon + 1, device=y.device)
-        axis = ((s.rows.unsqueeze(1) - steps) % c.width)[:, None, None].expand(-1, len(c.forget), -1, -1)
-        memory = memory - (s.rehearsed * memory.gather(2, axis).squeeze(2).unsqueeze(3)).mT
+        memory = torch.addcmul(s.memory, s.gains, surprise.unsqueeze(3))
+        axis = ((s.rows.unsqueeze(1) - self._steps) % c.width)[:, None, :, None].expand(-1, len(c.forget), -1, -1)
+        memory = torch.addcmul(memory, s.rehearsed, memory.gather(3, axis), value=-1.0)
 
         # The mix about the slowest memory, and the losses.
         slow, others = self._about_slow(due[:, :, : c.experts])
         target = (truth - slow).clamp(-c.clip, c.clip)
-        lam = 1.0 - 1.0 / c.mix_forget
+        lam = self._mix_lam
         gain, inverse = _absorb(s.mix_inverse, others, lam)
         surprise = target - (others * s.mix).sum(2)
         mix = s.mix + gain * surprise.unsqueeze(2)
@@ -316,35 +324,30 @@ class OutcomeMemory(nn.Module):
 
         frozen, free, rest = self._experts(x, base)
         frozen, free, rest = frozen * ratio, free * ratio, [r * ratio for r in rest]
-        corrected = frozen.unsqueeze(1) + torch.einsum("bd,brdh->brh", key, s.memory)
+        corrected = frozen.unsqueeze(1) + (s.memory * key[:, None, None]).sum(3)
         experts = torch.stack([frozen, *corrected.unbind(1), free, *rest], 2)  # (B, H, E)
         slow, others = self._about_slow(experts)
         issued = torch.cat([experts, (slow + (others * s.mix).sum(2)).unsqueeze(2)], 2)
         best = s.loss.amin(2, keepdim=True)
         behind = (s.loss - best) / best.clamp(min=torch.finfo(torch.float32).tiny)
-        weights = torch.softmax(-c.trust * behind, 2)
-        forecast = (weights * self._judged(issued)).sum(2)
+        weights = torch.exp(-c.trust * behind)
+        forecast = (weights * self._judged(issued)).sum(2) / weights.sum(2)
         # Before the first truth all losses are equal, and only the frozen forecast has earned any trust.
         forecast = torch.where(best.squeeze(2) > 0, forecast, frozen)
 
-        gains, rehearsed, inverses = [], [], []
-        i = (s.rows % c.width).unsqueeze(1)
-        for r, rows in enumerate(c.forget):
-            lam = 1.0 - 1.0 / rows
-            gain, inverse = _absorb(s.inverse[:, r], key, lam)
-            again, inverse = _rehearse(inverse, i, self._penalty(c.penalty) * (1 - lam) * c.width)
-            gains.append(gain)
-            rehearsed.append(again)
-            inverses.append(inverse)
+        lam = self._lam
+        gain, inverse = _absorb(s.inverse, key.unsqueeze(1), lam)
+        i = (s.rows % c.width)[:, None, None].expand(-1, len(c.forget), 1)
+        again, inverse = _rehearse(inverse, i, self._penalty(c.penalty) * (1 - lam) * c.width)
         state = dataclasses.replace(
             s,
             rows=s.rows + 1,
             level=_push(s.level, origin.level, 1),
             unit=_push(s.unit, torch.where(known, unit, 0.0), 1),
             keys=_push(s.keys, key, 1),
-            gains=_push(s.gains, torch.stack(gains, 1), 2),
-            rehearsed=_push(s.rehearsed, torch.stack(rehearsed, 1), 2),
-            inverse=torch.stack(inverses, 1),
+            gains=_push(s.gains, gain, 2),
+            rehearsed=_push(s.rehearsed, again, 2),
+            inverse=inverse,
             pending=_push(s.pending, issued, 1),
         )
         made = origin.level.unsqueeze(1) + safe.unsqueeze(1) * forecast.double()
@@ -356,9 +359,7 @@ class OutcomeMemory(nn.Module):
         free = torch.cat([x[:, : c.look_back], x[:, -1:]], 1) @ self.window_line
         rest = [x[:, c.look_back - 1].unsqueeze(1).expand(-1, c.horizon)]
         if c.season is not None:
-            column, reads, stride = c.season
-            held = x[:, column : column + reads].repeat_interleave(stride, 1)
-            rest.append(held.repeat(1, math.ceil(c.horizon / held.shape[1]))[:, : c.horizon])
+            rest.append(x[:, self._season])
         return base, free, rest
 
     def _about_slow(self, experts: Tensor) -> tuple[Tensor, Tensor]:
@@ -394,20 +395,20 @@ class OutcomeMemory(nn.Module):
         )
 
 
-def _absorb(inverse: Tensor, key: Tensor, lam: float) -> tuple[Tensor, Tensor]:
-    """One observation of recursive least squares: inverse (..., d, d), key (..., d) -> gain (..., d), new inverse."""
-    held = (inverse @ key.unsqueeze(-1)).squeeze(-1)
+def _absorb(inverse: Tensor, key: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """One observation of recursive least squares: inverse (..., d, d), key (..., d), lam (..., 1) -> gain (..., d), new inverse."""
+    held = (inverse * key.unsqueeze(-2)).sum(-1)
     size = lam + (key * held).sum(-1, keepdim=True)
     half = held / size.sqrt()
-    return held / size, (inverse - half.unsqueeze(-1) * half.unsqueeze(-2)) / lam
+    return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0) / lam.unsqueeze(-1)
 
 
-def _rehearse(inverse: Tensor, axis: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-    """An observation of the unit vector `axis` (..., 1) with a weight: its gain (..., d), and the new inverse."""
+def _rehearse(inverse: Tensor, axis: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """An observation of the unit vector `axis` (..., 1) with a weight (..., 1): its gain (..., d), and the new inverse."""
     held = inverse.gather(-1, axis.unsqueeze(-1).expand(*inverse.shape[:-1], 1)).squeeze(-1)
     size = 1.0 / weight + held.gather(-1, axis)
     half = held / size.sqrt()
-    return held / size, inverse - half.unsqueeze(-1) * half.unsqueeze(-2)
+    return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0)
 
 
 def _push(ring: Tensor, newest: Tensor, dim: int) -> Tensor:
