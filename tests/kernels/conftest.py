@@ -9,6 +9,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+torch.set_num_threads(1)  # small products: on a busy machine a second thread waits far longer than it works
+torch.set_flush_denormal(True)  # as every entry point does; decayed products underflow, and denormals cost ten times the time
+
 settings.register_profile("kernels", deadline=None, max_examples=20)
 settings.load_profile("kernels")
 
