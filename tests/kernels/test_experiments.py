@@ -7,6 +7,8 @@ import torch
 
 from benchmarks import capacity, stability
 
+pytestmark = pytest.mark.usefixtures("flushed_denormals")
+
 
 def test_capacity_is_the_feature_width() -> None:
     assert capacity.capacity(5, 1, 0)["stored"] == 6

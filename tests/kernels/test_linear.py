@@ -185,6 +185,7 @@ def test_gates_at_their_limits() -> None:  # T9
     close(a, b, 1e-4)
 
 
+@pytest.mark.usefixtures("flushed_denormals")
 @pytest.mark.parametrize("alpha,eta", [(1.0, 0.5), (0.0, 0.0), (1.0, 0.0), (0.5, 1.0), (0.9999, 1e-8)])
 def test_float32_stays_finite_at_the_limits_over_4096_tokens(alpha: float, eta: float) -> None:  # T9
     g = torch.Generator().manual_seed(0)
