@@ -16,7 +16,7 @@ and the figures are only as comparable as that:
     titans_unofficial   a per-token memory of one head, D -> D -> D; reads before it writes. Only in the streaming step (it has no other form)
     sdpa                norm, q/k/v projections, causal attention over the whole call, output projection
 
-Forward runs under no_grad; train is mean-square loss and backward to every parameter, without an optimiser. Times are processor times of the
+Forward runs under no_grad (ours: one native call for the whole layer, from a fresh state); train is mean-square loss and backward to every parameter, without an optimiser. Times are processor times of the
 one thread (a busy neighbour then costs caches, not the whole turn). Each round runs all sides; a figure is the median over rounds.
 
     figures.w128.{c16,c64}.{boundary,token}.{forward,train}.vs_*    our tokens a second over theirs, 1024 tokens, batch 1
@@ -93,7 +93,7 @@ def ours(width: int, chunk: int, form: str) -> Any:
 
 
 def layer(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
-    """NeuralMemory's forward on the native kernels, its elementwise parts included. x (B, T, D)."""
+    """NeuralMemory's forward under autograd, on the native kernels, its elementwise parts included. x (B, T, D)."""
     import torch
 
     from kernels import native
@@ -114,15 +114,15 @@ def layer(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
     return module.out(native.gated_norm(y, module.gate(x), module.norm.weight)), MemoryState(memory, tail)
 
 
-class Step:
-    """One token of `module` for B streams, in place, in one native call. x (B, D)."""
+class Serving:
+    """`module` without autograd for B streams, in place, in one native call. x (B, T, D)."""
 
     def __init__(self, module: Any, batch: int) -> None:
         from kernels import native
 
         config = module.config
-        self.state = module.initial_state(batch)
-        self.step = native.LayerStep(
+        self.module, self.state = module, module.initial_state(batch)
+        self.run = native.Layer(
             module.qkv.weight, module.gate.weight, module.gates.weight, module.gates.bias, module.conv.weight, module.norm.weight,
             module.out.weight, scale=1.0 if module.matrix else math.sqrt(config.width), chunk=config.chunk, read=config.read,
             divisor=(1 if config.rule == "exact" else config.chunk) * (1 if module.matrix else config.width),
@@ -130,7 +130,18 @@ class Step:
         )  # fmt: skip
 
     def __call__(self, x: Any) -> Any:
-        return self.step(x, self.state.conv, self.state.memory)
+        return self.run(x, self.state.conv, self.state.memory)
+
+    def forward(self, x: Any) -> Callable[[], None]:
+        """A call over x from a fresh state."""
+        import torch
+
+        def run() -> None:
+            with torch.inference_mode():
+                state = self.module.initial_state(x.shape[0])
+                self.run(x, state.conv, state.memory)
+
+        return run
 
 
 def peer(name: str, width: int, chunk: int) -> Any:
@@ -181,10 +192,10 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
         sides: dict[str, Callable[[], None]] = {}
         for form in ("boundary", "token", "matrix_exact"):
             module = ours(width, chunk, form)
-            sides[form] = _pass(module, lambda module=module: layer(module, x, module.initial_state(batch))[0], direction)
+            sides[form] = Serving(module, batch).forward(x) if direction == "forward" else train(module, lambda m=module: layer(m, x, m.initial_state(batch))[0])
         for name in PEERS:
             module = peer(name, width, chunk)
-            sides[name] = _pass(module, lambda module=module: module(x)[0], direction)
+            sides[name] = forward(module, x) if direction == "forward" else train(module, lambda m=module: m(x)[0])
         seconds = in_turns(f"width {width} chunk {chunk} T {tokens} B {batch} {direction}", sides, rounds, tokens * batch)
         for form in ("boundary", "token", "matrix_exact"):
             found.setdefault(form, {})[direction] = {
@@ -196,18 +207,22 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
     return found
 
 
-def _pass(module: Any, run: Callable[[], Any], direction: str) -> Callable[[], None]:
+def forward(module: Any, x: Any) -> Callable[[], None]:
     import torch
 
-    def forward() -> None:
+    def run() -> None:
         with torch.no_grad():
-            run()
+            module(x)
 
-    def train() -> None:
+    return run
+
+
+def train(module: Any, output: Callable[[], Any]) -> Callable[[], None]:
+    def run() -> None:
         module.zero_grad(set_to_none=True)
-        run().square().mean().backward()
+        output().square().mean().backward()
 
-    return forward if direction == "forward" else train
+    return run
 
 
 def over(theirs: list[float], mine: list[float]) -> float:
@@ -253,18 +268,18 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
     import torch
 
     width, chunk = 128, 64
-    xs = torch.randn(turn, 1, width)
-    ours_step = Step(ours(width, chunk, "token"), 1)
-    matrix_step = Step(ours(width, chunk, "matrix_exact"), 1)
+    xs = torch.randn(turn, 1, 1, width)
+    ours_step = Serving(ours(width, chunk, "token"), 1)
+    matrix_step = Serving(ours(width, chunk, "matrix_exact"), 1)
     theirs, unofficial = peer("titans_pytorch", width, chunk), peer("titans_unofficial", width, chunk)
     carried: dict[str, Any] = {"titans_pytorch": None, "titans_unofficial": None}
 
     def step_titans_pytorch(x: Any) -> None:
-        _, state = theirs(x.unsqueeze(0), state=carried["titans_pytorch"])
+        _, state = theirs(x, state=carried["titans_pytorch"])
         carried["titans_pytorch"] = state
 
     def step_unofficial(x: Any) -> None:
-        _, carried["titans_unofficial"] = unofficial(x.unsqueeze(0), carried["titans_unofficial"])
+        _, carried["titans_unofficial"] = unofficial(x, carried["titans_unofficial"])
 
     sides: dict[str, Callable[[Any], Any]] = {
         "ours": ours_step, "ours_matrix": matrix_step, "titans_unofficial": step_unofficial, "titans_pytorch": step_titans_pytorch,
@@ -278,11 +293,11 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
                 medians[name].append(statistics.median(_timed(run, xs, turn)))
         report.progress("step, batch 1: " + ", ".join(f"{n} {statistics.median(s) * 1e6:.1f} us" for n, s in medians.items()))
         batch = 64
-        wide = Step(ours(width, chunk, "token"), batch)
+        wide = Serving(ours(width, chunk, "token"), batch)
         wide.state.memory.phase.copy_(torch.arange(batch))  # no two streams end a chunk together
         state = [*wide.state.memory.W, *wide.state.memory.S, *wide.state.memory.anchor, wide.state.conv]
         size = sum(x.numel() * 4 for x in state)
-        rows = torch.randn(64, batch, width)
+        rows = torch.randn(64, batch, 1, width)
         times: list[float] = []
         copies: list[float] = []
         source, target = torch.zeros(size // 4), torch.zeros(size // 4)

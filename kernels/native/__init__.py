@@ -25,13 +25,13 @@ from kernels.mlp import DeepState
 from kernels.network import Network
 
 __all__ = [
-    "LayerStep", "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
+    "Layer", "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
 ]  # fmt: skip
 
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "tethys_native.so"  # made by kernels.native.build
-SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "layer_step.h", "core.cpp", "bindings.cpp")
+SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "layer_forward.h", "layer_step.h", "core.cpp", "bindings.cpp")
 
 
 def fingerprint() -> str:
@@ -362,8 +362,8 @@ def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     return _GatedNorm.apply(_rows(y), g, weight.contiguous())  # type: ignore[no-any-return,no-untyped-call]
 
 
-class LayerStep:
-    """One token of a whole memory layer in one call: projections, convolution, gates, memory, norm, output gate, projection.
+class Layer:
+    """A whole memory layer without autograd in one call: projections, convolution, gates, memory, norm, output gate, projection.
 
     Built once from trained weights, which it copies: qkv (3 D, D), gate (D, D), gates (3 H L, D) with bias (3 H L) in the order alpha, eta,
     theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D).
@@ -394,7 +394,7 @@ class LayerStep:
             return torch.nn.functional.pad(weight.detach().mT, [0, -weight.shape[0] % 16]).contiguous()
 
         outer = (None if x is None else x.detach() for x in _outer(init, affine, network))
-        self._call = _ops().layer_step.default
+        self._call = _ops().layer.default
         self._fixed = (
             columns(torch.cat((qkv, gate, gates))), *(x.detach().clone() for x in (conv, bias, norm)), columns(out), *outer,
             out.shape[0] // norm.shape[0], scale, divisor, momentum, decay, chunk, READS.index(read), network.norm, network.residual,
@@ -402,7 +402,7 @@ class LayerStep:
         )  # fmt: skip
 
     def __call__(self, x: Tensor, tail: Tensor, memory: MatrixState | DeepState) -> Tensor:
-        """x (B, D) -> y (B, D); tail (B, taps - 1, 3 D) and `memory`, phase included, are overwritten. Under inference_mode only."""
+        """x (B, T, D) -> y (B, T, D); tail (B, taps - 1, 3 D) and `memory`, phase included, are overwritten. Under inference_mode only."""
         y = torch.empty_like(x)
         if isinstance(memory, DeepState):
             self._call(x, tail, [*memory.W, *memory.S, *memory.anchor], memory.phase, y, *self._fixed)
