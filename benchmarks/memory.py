@@ -1,32 +1,35 @@
 """One memory layer: ours and the public ones, in one process, in turns, on one thread.
 
-Every side is a whole layer of the same width with 4 heads: projections, gates, the memory and an output projection; ours also has the
-paper's short convolution, a norm and an output gate, which no peer has. The memories hold the same number of weights, 2 width^2 a stream
-(4 heads of d -> 4 d -> d), except for the exact matrix memory (width^2 / 4) and for attention, which has none. What each side computes differs,
-and the figures are only as comparable as that:
+Every side is a whole layer of the same width with 4 heads: projections, gates, the memory and an output projection; ours
+also has the paper's short convolution, a norm and an output gate, which no peer has. The memories hold the same number of
+weights, 2 width^2 a stream (4 heads of d -> 4 d -> d), except the exact matrix memory (width^2 / 4) and attention (none).
+What each side computes differs, and a ratio is only as comparable as that:
 
-    ours, boundary      rule "deep", read "anchor": gradients re-taken at the start of every chunk, tokens read the weights their chunk
-                        began with; gates for every token, head and memory layer
-    ours, token         rule "deep", read "after": the papers' form, token t reads W_t, its own write included
-    ours, matrix_exact  rule "exact": a matrix memory with the true per-token gradient, decaying to zero
-    titans_pytorch      titans-pytorch's NeuralMemory with batch_size = chunk: gradients re-taken every chunk, tokens read the chunk's start,
-                        one momentum and decay gate a chunk: the semantics of "boundary"
-    titans_pytorch_default   the same without batch_size: every gradient is taken at the weights the stream started with, a cheaper rule
-    python_titans_miras the same design by another author, in its own default (as titans_pytorch_default)
-    titans_unofficial   a per-token memory of one head, D -> D -> D; reads before it writes. Only in the streaming step (it has no other form)
-    sdpa                norm, q/k/v projections, causal attention over the whole call, output projection
+    ours, boundary           rule "deep", read "anchor": gradients re-taken at the start of every chunk, tokens read the
+                             weights their chunk began with; gates for every token, head and memory layer
+    ours, token              rule "deep", read "after": the papers' form, token t reads W_t, its own write included
+    ours, matrix_exact       rule "exact": a matrix memory with the true per-token gradient, decaying to zero
+    titans_pytorch           titans-pytorch's NeuralMemory with batch_size = chunk: gradients re-taken every chunk, tokens read
+                             the chunk's start, one momentum and decay gate a chunk: the semantics of "boundary"
+    titans_pytorch_default   the same without batch_size: every gradient at the weights the stream started with, a cheaper rule
+    python_titans_miras      the same design by another author, in its own default (as titans_pytorch_default)
+    titans_unofficial        a per-token memory of one head, D -> D -> D, read before its write; only in the streaming step
+    sdpa                     norm, q/k/v projections, causal attention over the whole call, output projection
 
-Forward runs under no_grad (ours: one native call for the whole layer, from a fresh state); train is mean-square loss and backward to every parameter, without an optimiser. Times are processor times of the
-one thread (a busy neighbour then costs caches, not the whole turn). Each round runs all sides; a figure is the median over rounds.
+Forward runs without autograd (ours: one native call for the whole layer, from a fresh state); train is mean-square loss and
+backward to every parameter, without an optimiser. Times are processor times of the one thread: a busy neighbour then costs
+caches, not whole turns. Each round runs all sides; a figure is the median over rounds.
 
-    figures.w128.{c16,c64}.{boundary,token}.{forward,train}.vs_*    our tokens a second over theirs, 1024 tokens, batch 1
-    figures.w128.c64.matrix_exact.forward.vs_titans_pytorch_default
-    figures.step.*      one token of one layer with carried state, width 128, chunk 64: turns of 500 steps after 50, medians of turn medians;
-                        batch64_over_bandwidth: time of a stream's step at batch 64, chunk ends staggered, over the time of reading and writing
-                        its state once at the bandwidth of a copy of the same size; batch64_p99_over_p50 of the single steps
-    figures.share.*     the kernel alone (no projections), width 128 and chunk 64, as a share of the fused-multiply-add peak measured in the
-                        run. Counted is the arithmetic the rule needs, with triangles as halves: a token and head of matrix_exact 12 d^2 + 4 C d,
-                        of deep with token reads 26 d h + 2 C (d + h), forward; three times that in train (recomputation is not counted).
+    figures.w128.{c16,c64}.{boundary,token,matrix_exact}.{forward,train}.vs_*
+        our tokens a second over theirs, 1024 tokens, batch 1
+    figures.step.*
+        one token of one layer with carried state, width 128, chunk 64, token reads: turns of 500 steps after 50, medians of
+        turn medians. batch64_over_bandwidth: a stream's step at batch 64, chunk ends staggered, over the time that reading and
+        writing its state once takes at the bandwidth of a copy of the same size; batch64_p99_over_p50 of single steps
+    figures.share.*
+        the kernel alone (no projections), width 128, chunk 64, as a share of the fused-multiply-add peak measured in the run.
+        Counted is the arithmetic the rule needs, triangles as halves. A token and head: matrix_exact 12 d^2 + 4 C d, deep with
+        token reads 26 d h + 2 C (d + h), with boundary reads 18 d h; three times that in train (recomputation not counted)
     --grid adds width 256, 4096 tokens and batch 4 under figures.grid (about 15 minutes).
 """
 
@@ -192,7 +195,11 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
         sides: dict[str, Callable[[], None]] = {}
         for form in ("boundary", "token", "matrix_exact"):
             module = ours(width, chunk, form)
-            sides[form] = Serving(module, batch).forward(x) if direction == "forward" else train(module, lambda m=module: layer(m, x, m.initial_state(batch))[0])
+            sides[form] = (
+                Serving(module, batch).forward(x)
+                if direction == "forward"
+                else train(module, lambda m=module: layer(m, x, m.initial_state(batch))[0])
+            )
         for name in PEERS:
             module = peer(name, width, chunk)
             sides[name] = forward(module, x) if direction == "forward" else train(module, lambda m=module: m(x)[0])
@@ -301,7 +308,7 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
         times: list[float] = []
         copies: list[float] = []
         source, target = torch.zeros(size // 4), torch.zeros(size // 4)
-        for number in range(turns):
+        for _ in range(turns):
             began = time.thread_time()
             for _ in range(10):
                 target.copy_(source)
@@ -312,7 +319,8 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
         middle, copied = statistics.median(times), statistics.median(copies)
         p99 = sorted(times)[int(0.99 * len(times))]
         report.progress(
-            f"step, batch {batch}: {middle / batch * 1e6:.1f} us a stream, p99 {p99 / batch * 1e6:.1f}; state {size / batch / 1024:.0f} KiB a stream, "
+            f"step, batch {batch}: {middle / batch * 1e6:.1f} us a stream, p99 {p99 / batch * 1e6:.1f}; "
+            f"state {size / batch / 1024:.0f} KiB a stream, "
             f"copied at {2 * size / copied / 1e9:.1f} GB/s in {copied / batch * 1e6:.1f} us"
         )
     return {
@@ -339,53 +347,54 @@ def _timed(run: Callable[[Any], Any], xs: Any, count: int) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------------ share of the peak
 
 
-def shares(rounds: int, tokens: int = 1024) -> dict[str, Any]:
+def shares(rounds: int) -> dict[str, Any]:
     """The kernels alone at 1024 tokens, chunk 64, batch 1: width 128 under `share`, width 256 under `share_w256`."""
+    forms = (("matrix_exact", "matrix_exact"), ("deep", "token"), ("deep_boundary", "boundary"))
+    found: dict[str, Any] = {}
+    for width in (128, 256):
+        result = {name: share(width, 64, 1024, name, form, rounds) for name, form in forms}
+        report.progress(f"share of the peak, width {width}: {result}")
+        found["share" if width == 128 else f"share_w{width}"] = result
+    return found
+
+
+def share(width: int, chunk: int, tokens: int, name: str, form: str, rounds: int) -> dict[str, float]:
     import torch
 
     from kernels import native
 
-    found: dict[str, Any] = {}
-    for width in (128, 256):
-        d, chunk = width // HEADS, 64
-        h = 4 * d
-        flops = {"matrix_exact": 12 * d * d + 4 * chunk * d, "deep": 26 * d * h + 2 * chunk * (d + h), "deep_boundary": 18 * d * h}
-        result: dict[str, Any] = {}
-        for name, form in (("matrix_exact", "matrix_exact"), ("deep", "token"), ("deep_boundary", "boundary")):
-            module = ours(width, chunk, form)
-            x = torch.randn(1, tokens, width)
-            with torch.no_grad():
-                state = module.initial_state(1)
-                inputs = [*native.conv_heads(module.qkv(x), state.conv, module.conv.weight, HEADS, 1.0 if module.matrix else math.sqrt(d))]
-                inputs += [g.contiguous() for g in module._gates(x)]
-            leaves = [z.clone().requires_grad_() for z in inputs]
-            init = None if module.matrix else tuple(module.init)
+    d = width // HEADS
+    h = 4 * d
+    flops = {"matrix_exact": 12 * d * d + 4 * chunk * d, "deep": 26 * d * h + 2 * chunk * (d + h), "deep_boundary": 18 * d * h}
+    module = ours(width, chunk, form)
+    scale = 1.0 if module.matrix else math.sqrt(d)
+    init = None if module.matrix else tuple(module.init)
+    x, seed = torch.randn(1, tokens, width), torch.randn(1, tokens, HEADS, d).transpose(1, 2)
+    with torch.no_grad():
+        state = module.initial_state(1)
+        inputs = [*native.conv_heads(module.qkv(x), state.conv, module.conv.weight, HEADS, scale), *module._gates(x)]
+        inputs = [z.contiguous() for z in inputs]
+    leaves = [z.clone().requires_grad_() for z in inputs]
 
-            def run(tensors: list[Any], module: Any = module, state: Any = state, init: Any = init) -> Any:
-                if module.matrix:
-                    return native.linear_exact(*tensors, state.memory, chunk=chunk)[0]
-                return native.deep(*tensors, state.memory, init=init, chunk=chunk, read=module.config.read)[0]
+    def run(tensors: list[Any]) -> Any:
+        if module.matrix:
+            return native.linear_exact(*tensors, state.memory, chunk=chunk)[0]
+        return native.deep(*tensors, state.memory, init=init, chunk=chunk, read=module.config.read)[0]
 
-            def forward(run: Any = run, inputs: Any = inputs) -> None:
-                with torch.no_grad():
-                    run(inputs)
+    def forward() -> None:
+        with torch.no_grad():
+            run(inputs)
 
-            seed = torch.randn(1, tokens, HEADS, d).transpose(1, 2)
+    def train() -> None:
+        torch.autograd.grad(run(leaves), [*leaves, *(init or ())], seed)
 
-            def train(run: Any = run, leaves: Any = leaves, init: Any = init, seed: Any = seed) -> None:
-                torch.autograd.grad(run(leaves), [*leaves, *(init or ())], seed)
-
-            ratios: dict[str, list[float]] = {"forward": [], "train": []}
-            for _ in range(2 * rounds):  # the peak beside each, so that a clock that moves moves both
-                peak = native.fma_peak(0.05)
-                for direction, passes in (("forward", forward), ("train", train)):
-                    work = flops[name] * HEADS * tokens * (1 if direction == "forward" else 3)
-                    seconds = in_turns_alone(passes)
-                    ratios[direction].append(work / seconds / peak)
-            result[name] = {direction: round(statistics.median(r), 3) for direction, r in ratios.items()}
-        report.progress(f"share of the peak, width {width}: {result}")
-        found["share" if width == 128 else f"share_w{width}"] = result
-    return found
+    ratios: dict[str, list[float]] = {"forward": [], "train": []}
+    for _ in range(2 * rounds):  # the peak beside each, so that a clock that moves moves both
+        peak = native.fma_peak(0.05)
+        for direction, passes in (("forward", forward), ("train", train)):
+            work = flops[name] * HEADS * tokens * (1 if direction == "forward" else 3)
+            ratios[direction].append(work / in_turns_alone(passes) / peak)
+    return {direction: round(statistics.median(r), 3) for direction, r in ratios.items()}
 
 
 def in_turns_alone(run: Callable[[], None], passes: int = 5) -> float:

@@ -259,7 +259,9 @@ def around(u: Tensor, tail: Tensor, weight: Tensor, y: Tensor, g: Tensor, norm: 
 
 
 @needs_library
-@pytest.mark.parametrize("B,H,T,d,taps", [(2, 4, 50, 32, 4), (1, 2, 3, 5, 4), (2, 3, 20, 20, 1), (1, 1, 2, 16, 8), (2, 2, 1, 64, 4), (1, 2, 300, 16, 3)])
+@pytest.mark.parametrize(
+    "B,H,T,d,taps", [(2, 4, 50, 32, 4), (1, 2, 3, 5, 4), (2, 3, 20, 20, 1), (1, 1, 2, 16, 8), (2, 2, 1, 64, 4), (1, 2, 300, 16, 3)]
+)
 def test_the_parts_around_a_memory_and_their_gradients(B: int, H: int, T: int, d: int, taps: int, width: int) -> None:
     torch.manual_seed(0)
     D = H * d
