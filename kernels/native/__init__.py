@@ -347,7 +347,7 @@ class _Deep(torch.autograd.Function):
         daffine = [] if scale is None else [v.new_empty(B, H, d_out), v.new_empty(B, H, d_out)]
         _ops().deep_backward(
             q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, [anchor1, anchor2], saved, ctx.blocks, _rows(dy),
-            list(dstate), dq, dk, dv, *(None if g is None else g.expand(B, H, T, 2) for g in dgates), [*grads, *dinit, *daffine], *ctx.flags,
+            list(dstate), dq, dk, dv, *(g if g is None else g.expand(B, H, T, 2) for g in dgates), [*grads, *dinit, *daffine], *ctx.flags,
         )  # fmt: skip
         if shared:  # `expand` in the forward pass sums over its copies: all of the gradient in the first, zeros in the second
             dgates = [None if g is None else torch.nn.functional.pad(g, [0, 1]) for g in dgates]
