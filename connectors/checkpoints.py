@@ -94,13 +94,9 @@ class CheckpointStore:
     def _explain(self, error: sqlite3.DatabaseError) -> CheckpointError:
         text, where = str(error), f"the checkpoint '{self.path}'"
         if "locked" in text or "busy" in text:
-            return CheckpointError(
-                f"{where} has been locked by another program for {LOCK_SECONDS:.0f} s: close it first"
-            )
+            return CheckpointError(f"{where} has been locked by another program for {LOCK_SECONDS:.0f} s: close it first")
         if "full" in text or "disk I/O" in text:
-            return CheckpointError(
-                f"cannot write {where} ({text}): make room or mend the disk and start again; nothing committed is lost"
-            )
+            return CheckpointError(f"cannot write {where} ({text}): make room or mend the disk and start again; nothing committed is lost")
         if "not a database" in text or "malformed" in text:
             return CheckpointError(f"'{self.path}' is not a checkpoint of this program ({text})")
         return CheckpointError(f"{where} cannot be used: {text}")
@@ -115,9 +111,7 @@ class CheckpointStore:
         with self._transaction():
             row = self._db.execute("SELECT epoch, done, positions, receipts, counters, settings FROM run").fetchone()
             if row is None:
-                self._db.execute(
-                    "INSERT INTO run VALUES (1, ?, 1, 0, '{}', '{}', '{}', ?)", (FORMAT_VERSION, json.dumps(wanted))
-                )
+                self._db.execute("INSERT INTO run VALUES (1, ?, 1, 0, '{}', '{}', '{}', ?)", (FORMAT_VERSION, json.dumps(wanted)))
                 self.epoch = 1
                 return Progress(settings=wanted)
             found = json.loads(row[5])
@@ -135,6 +129,12 @@ class CheckpointStore:
         """Where the run stands, without claiming it; None before the first claim."""
         row = self._db.execute("SELECT done, positions, receipts, counters, settings FROM run").fetchone()
         return None if row is None else Progress(row[0], *(json.loads(text) for text in row[1:]))
+
+    def begin(self, receipts: Mapping[str, Any]) -> None:
+        """Where the sinks stood before the first batch: what a crash within that batch takes them back to."""
+        with self._transaction():
+            self._check_epoch()
+            self._db.execute("UPDATE run SET receipts = ?", (json.dumps(dict(receipts)),))
 
     def accept(self, batch: int, arrivals: bytes, positions: Mapping[str, Any]) -> None:
         """Journal a batch before it is worked on, while no other commit is due."""

@@ -19,6 +19,8 @@ import typer
 
 from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
+from pipelines.forecasting import commands as forecasting
+from pipelines.genomics import commands as genomics
 
 app = typer.Typer(
     name="tethys",
@@ -29,6 +31,11 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The registered models.", no_args_is_help=True)
 app.add_typer(models, name="models")
+app.add_typer(forecasting.forecasts, name="forecast")
+app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
+streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
+app.add_typer(streams, name="streams")
+app.add_typer(genomics.app, name="genomics")
 
 
 class Executor(StrEnum):
@@ -150,7 +157,9 @@ def backtest(
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet")
+@forecasting.forecasts.command(
+    "table", epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet"
+)
 def forecast(
     data: Data,
     id_column: IdColumn = "unique_id",
@@ -188,26 +197,39 @@ def forecast(
 
 @app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
-    source: Annotated[str, typer.Argument(help="Rows to read: a .csv or .ndjson file, - for standard input, or kafka://HOST:PORT/TOPIC.")],
+    source: Annotated[
+        str, typer.Argument(help="Rows to read: a .csv or .ndjson file, - for standard input, or kafka://HOST:PORT/TOPIC.")
+    ],
     checkpoint: Annotated[
         Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")
     ] = Path("runs/stream.db"),
     output: Annotated[
-        str, typer.Option(help="NDJSON file that the forecasts are appended to, or kafka://HOST:PORT/TOPIC.")
+        str,
+        typer.Option(help="Where forecasts are appended: .ndjson, .csv, a folder ending in .parquet, or a Kafka topic."),
     ] = "runs/forecasts.ndjson",
     history: Annotated[
         str | None, typer.Option(help="Table that every memory reads before the first row, when the checkpoint is new.")
     ] = None,
-    follow: Annotated[bool, typer.Option(help="Wait for new rows at the end of a file.")] = False,
-    grace: Annotated[str, typer.Option(help="How long to wait for rows that come late: 0s, 5m, 1h ...")] = "0s",
-    max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many rows.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this loopback port.")] = None,
     id_column: IdColumn = "unique_id",
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
+    event_column: Annotated[
+        str, typer.Option(help="Column of event ids, where there is one; repeats are dropped.")
+    ] = "event_id",
     model_name: ModelName = "forecaster",
     version: Version = "challenger",
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    follow: Annotated[bool, typer.Option("--follow", help="Go on when the present end is reached, until a signal.")] = False,
+    grace: Annotated[
+        str, typer.Option(help="How far an event may come behind the newest of its stream: 30s, 5m, 1h.")
+    ] = "0s",
+    conflict: Annotated[
+        str, typer.Option(help="Another value for a known time: reject it, or let the last one win while it waits.")
+    ] = "reject",
+    max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many lines.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this port of 127.0.0.1.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -220,17 +242,67 @@ def stream(
         id_column=id_column or None,
         time_column=time_column,
         target_column=target_column,
+        event_column=event_column,
         model_name=model_name,
         version=version,
         tracking_uri=tracking_uri,
         follow=follow,
         grace=grace,
+        conflict=conflict,
         max_events=max_events,
-        progress=sys.stderr.isatty(),
         metrics_port=metrics_port,
+        progress=sys.stderr.isatty(),
         history=history,
     )
     _show(result, as_json)
+
+
+Checkpoint = Annotated[Path, typer.Option(help="The checkpoint given to `tethys stream`.")]
+StreamName = Annotated[str, typer.Argument(help="Name of the stream (its unique_id).")]
+
+
+@streams.command("list", epilog="Example: tethys streams list --checkpoint runs/stream.db")
+def streams_list(checkpoint: Checkpoint = Path("runs/stream.db"), as_json: Json = False) -> None:
+    """Every stream of a run, with its last row and the size of its memory."""
+    from pipelines.streaming import inspect
+
+    _show(inspect.streams(checkpoint), as_json)
+
+
+@streams.command("show", epilog="Example: tethys streams show sensor-7")
+def streams_show(name: StreamName, checkpoint: Checkpoint = Path("runs/stream.db"), as_json: Json = False) -> None:
+    """One stream: its clock, its waiting events, its memory."""
+    from pipelines.streaming import inspect
+
+    found = inspect.show(checkpoint, name)
+    if as_json:
+        _print_json(found)
+        return
+    for key, value in found.items():
+        typer.echo(f"{key:<16} {value}")
+
+
+@streams.command("reset", epilog="Example: tethys streams reset sensor-7 sensor-8")
+def streams_reset(
+    names: Annotated[list[str], typer.Argument(help="Streams to forget; each begins anew with its next event.")],
+    checkpoint: Checkpoint = Path("runs/stream.db"),
+) -> None:
+    """Forget the memories of some streams, while no worker runs."""
+    from pipelines.streaming import inspect
+
+    typer.echo(f"{inspect.reset(checkpoint, names)} streams forgotten")
+
+
+@streams.command("export", epilog="Example: tethys streams export sensor-7 --output sensor-7.safetensors")
+def streams_export(
+    name: StreamName,
+    output: Annotated[Path, typer.Option(help="safetensors file to write.")],
+    checkpoint: Checkpoint = Path("runs/stream.db"),
+) -> None:
+    """Write the memory of one stream to a file."""
+    from pipelines.streaming import inspect
+
+    typer.echo(str(inspect.export(checkpoint, name, output)))
 
 
 @models.command("list", epilog="Example: tethys models list --json")

@@ -8,8 +8,8 @@ week), so that the rule is
 
 and a season of one slot is a running level. Several heads hold the same season at several rates. A forecast reads the bank **with the
 keys of the rows to be forecast**, sets the look-back window beside it, and maps both to all steps of the horizon at once: a line in closed
-form (`titans_core.training`), plus a small network that learns what a line cannot say. All of it is relative to a level of the stream
-and in units of its own running standard deviation, so a forecast moves and stretches with its series.
+form (`titans_core.training`), plus a small network that learns what a line cannot say. All of it is relative to the last value
+and in units of the stream's own running standard deviation, so a forecast moves and stretches with its series.
 
 Three modes share all code, for honest comparison: `carried` (the memory goes on for as long as the stream), `window` (it starts anew from
 the initial memory before each forecast and writes the look-back only) and `frozen` (it is read and never written).
@@ -32,7 +32,6 @@ from kernels.linear import MatrixState, linear_exact
 from titans_core.config import require
 
 Memory = Literal["carried", "window", "frozen"]
-Level = Literal["last", "mean"]
 
 # Quiet windows still deserve an interval: the local scale is never taken below this share of the stream's standard deviation.
 QUIETEST = 0.1
@@ -71,9 +70,7 @@ HOURLY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ForecasterConfig:
-    """level: what a forecast is relative to, the last observed value or the running mean of the stream.
-
-    hidden: width of the network beside the line (0: the line alone).
+    """hidden: width of the network beside the line (0: the line alone).
     level_rows: rows after which the running mean and deviation forget as slowly as they will (before, they are plain averages).
     quantiles: levels in rising order. spread: how far intervals follow the roughness of the window, as an exponent (0: not at all).
     """
@@ -82,7 +79,6 @@ class ForecasterConfig:
     horizon: int = 24
     seasons: tuple[Season, ...] = HOURLY
     memory: Memory = "carried"
-    level: Level = "last"
     hidden: int = 64
     dropout: float = 0.2
     level_rows: int = 10_000
@@ -92,7 +88,6 @@ class ForecasterConfig:
     def __post_init__(self) -> None:
         require(self.look_back >= 1 and self.horizon >= 1, f"look_back {self.look_back} and horizon {self.horizon} must be positive")
         require(self.memory in ("carried", "window", "frozen"), f"memory '{self.memory}' is none of carried, window, frozen")
-        require(self.level in ("last", "mean"), f"level '{self.level}' is none of last, mean")
         levels = self.quantiles
         require(
             len(levels) > 0 and all(0 < a < 1 for a in levels) and list(levels) == sorted(set(levels)),
@@ -101,8 +96,8 @@ class ForecasterConfig:
 
     @property
     def features(self) -> int:
-        """d: look-back, reads of every head, and 1."""
-        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 1
+        """d: look-back, reads of every head, how far the last value is from the mean, and 1."""
+        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dumps; `from_json` builds the same configuration."""
@@ -304,14 +299,14 @@ class Forecaster(nn.Module):
 
         window (N, L), reads: a season's held values (N, heads, reads) and visits (N, reads); last, mean, variance (N,).
         """
-        middle = mean.float().unsqueeze(1)
-        level = last.unsqueeze(1) if self.config.level == "last" else middle
+        middle, level = mean.float().unsqueeze(1), last.unsqueeze(1)
         parts = [window]
         for held, visits in reads:
             # A slot that was never written knows no more than the mean of the stream.
             parts.append(torch.where(visits.unsqueeze(1) > 0, held, middle.unsqueeze(2)).flatten(1))
         unit = variance.clamp(min=0.0).sqrt().unsqueeze(1)
-        x = (torch.cat(parts, 1) - level) / torch.where(unit > 0, unit, 1.0).float()
+        # The gap is the pull back to where the stream lives.
+        x = torch.cat([torch.cat(parts, 1) - level, level - middle], 1) / torch.where(unit > 0, unit, 1.0).float()
         return torch.cat([x, x.new_ones(x.shape[0], 1)], 1), level.double(), unit
 
     def centre_of(self, x: Tensor) -> Tensor:

@@ -25,13 +25,13 @@ from kernels.mlp import DeepState
 from kernels.network import Network
 
 __all__ = [
-    "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
+    "LayerStep", "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
 ]  # fmt: skip
 
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "tethys_native.so"  # made by kernels.native.build
-SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "core.cpp", "bindings.cpp")
+SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "layer_step.h", "core.cpp", "bindings.cpp")
 
 
 def fingerprint() -> str:
@@ -360,6 +360,55 @@ def conv_heads(u: Tensor, tail: Tensor, weight: Tensor, heads: int, scale: float
 def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     """(B, T, D) from reads y (B, H, T, d) and g (B, T, D): RMSNorm of every head's row, times weight (d), times SiLU(g)."""
     return _GatedNorm.apply(_rows(y), g, weight.contiguous())  # type: ignore[no-any-return,no-untyped-call]
+
+
+class LayerStep:
+    """One token of a whole memory layer in one call: projections, convolution, gates, memory, norm, output gate, projection.
+
+    Built once from trained weights, which it copies: qkv (3 D, D), gate (D, D), gates (3 H L, D) with bias (3 H L) in the order alpha, eta,
+    theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D).
+    theta = sigmoid(.) (1 - eta if momentum) / divisor; queries and keys have length `scale`. A matrix memory decays to zero.
+    """
+
+    def __init__(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        gates: Tensor,
+        bias: Tensor,
+        conv: Tensor,
+        norm: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        divisor: float,
+        chunk: int,
+        init: Sequence[Tensor] | None = None,
+        network: Network = Network(),
+        affine: tuple[Tensor, Tensor] | None = None,
+        read: str = "after",
+        momentum: bool = True,
+        decay: bool = True,
+    ) -> None:
+        def columns(weight: Tensor) -> Tensor:  # the kernels want whole vectors
+            return torch.nn.functional.pad(weight.detach().mT, [0, -weight.shape[0] % 16]).contiguous()
+
+        outer = (None if x is None else x.detach() for x in _outer(init, affine, network))
+        self._call = _ops().layer_step.default
+        self._fixed = (
+            columns(torch.cat((qkv, gate, gates))), *(x.detach().clone() for x in (conv, bias, norm)), columns(out), *outer,
+            out.shape[0] // norm.shape[0], scale, divisor, momentum, decay, chunk, READS.index(read), network.norm, network.residual,
+            network.eps,
+        )  # fmt: skip
+
+    def __call__(self, x: Tensor, tail: Tensor, memory: MatrixState | DeepState) -> Tensor:
+        """x (B, D) -> y (B, D); tail (B, taps - 1, 3 D) and `memory`, phase included, are overwritten. Under inference_mode only."""
+        y = torch.empty_like(x)
+        if isinstance(memory, DeepState):
+            self._call(x, tail, [*memory.W, *memory.S, *memory.anchor], memory.phase, y, *self._fixed)
+        else:
+            self._call(x, tail, [*memory], None, y, *self._fixed)
+        return y
 
 
 class _ConvHeads(torch.autograd.Function):

@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,6 +31,16 @@ from pipelines.streaming.monitors import ANOMALOUS, ANOMALY, LEVEL, SCALE, Monit
 from pipelines.streaming.slots import Slots
 from titans_core.state import replace, select
 
+ALARMS = {
+    "unique_id": pl.String,
+    "ds": pl.Int64,
+    "y": pl.Float64,
+    "kind": pl.String,
+    "cause": pl.String,
+    "statistic": pl.Float64,
+    "limit": pl.Float64,
+    "model_version": pl.String,
+}
 REFUSED = ("late", "conflict", "quarantined", "off_grid")
 
 
@@ -139,15 +149,16 @@ class Engine:
         counters["gap_steps"] += sum(row.gap for row in rows)
         rounds = self._learn(rows)
         self.slots.changed(dict.fromkeys([r.unique_id for r in records] + list(arrivals.flush)), batch)
-        for one in rounds:
-            counters["judged"] += int((~one.verdict.surprise.isnan()).sum())
-            counters["covered"] += int(one.verdict.covered.sum())
-        forecasts = pl.concat([self._forecasts(one) for one in rounds] or [self._forecasts(self._nothing())])
-        alarms = pl.concat([self._alarms(one) for one in rounds] or [self._alarms(self._nothing())])
-        counters["alarms"] += alarms.height
-        counters["forecasts"] += forecasts.height
-        surprise = torch.cat([one.verdict.surprise for one in rounds] or [torch.empty(0)]).nanmean().item()
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise)
+        whole = self._merge(rounds)
+        surprise = whole.verdict.surprise
+        alarms, forecasts = self._alarms(whole), self._forecasts(whole)
+        counters.update(
+            judged=int((~surprise.isnan()).sum()),
+            covered=int(whole.verdict.covered.sum()),
+            alarms=alarms.height,
+            forecasts=len(rows) * self.model.horizon,
+        )
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item())
 
     def _feed(self, arrivals: Arrivals, rows: list[Row]) -> Iterable[tuple[Record, str]]:
         slots, policy = self.slots, self.policy
@@ -183,9 +194,12 @@ class Engine:
             model = self._pass_gaps(model, gaps, ds)
             monitored = watch.skip(monitored, gaps)
         y = torch.where(observed, value, 0.0)
-        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), self._phase(ds).unsqueeze(1))
-        future = self.policy.frequency.after(ds, self.model.horizon)
-        forecast = memory.forecast(model, self._phase(future))
+        # Most streams stand at the same time: the calendar is worked out once for each distinct one.
+        times, which = np.unique(ds, return_inverse=True)
+        now, ahead = self._phase(times), self.policy.frequency.after(times, self.model.horizon)
+        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), now[which].unsqueeze(1))
+        future = ahead[which]
+        forecast = memory.forecast(model, self._phase(ahead)[which])
         monitored, verdict = watch.judge(monitored, value)
         low, high = watch.interval(monitored, forecast)
         self.slots.put(slots, StreamState(model, watch.expect(monitored, forecast)))
@@ -202,19 +216,31 @@ class Engine:
         return model
 
     def _phase(self, ds: np.ndarray) -> Tensor:
-        """(...) times -> (..., F); each distinct time is worked out once."""
-        times, which = np.unique(ds, return_inverse=True)
-        return torch.from_numpy(self.model.phase(times)[which.reshape(ds.shape)])
+        """(...) times -> (..., F)."""
+        return torch.from_numpy(self.model.phase(ds.reshape(-1))).unflatten(0, ds.shape)
 
     # Rows.
 
-    def _nothing(self) -> Round:
-        """A round without streams, for the columns."""
-        horizon, count = self.model.horizon, len(self.model.quantiles)
-        none, empty = np.empty(0, dtype=np.int64), torch.empty(0, horizon)
-        _, verdict = self.monitors.judge(self.monitors.initial(0), torch.empty(0, dtype=torch.float64))
-        future, forecast = none.reshape(0, horizon), torch.empty(0, horizon, count)
-        return Round([], none, torch.empty(0), future, forecast, empty, empty, verdict)
+    def _merge(self, rounds: Sequence[Round]) -> Round:
+        """The rounds of a batch, one after another."""
+        if not rounds:
+            horizon = self.model.horizon
+            none, empty = np.empty(0, dtype=np.int64), torch.empty(0, horizon)
+            _, verdict = self.monitors.judge(self.monitors.initial(0), torch.empty(0, dtype=torch.float64))
+            forecast = torch.empty(0, horizon, len(self.model.quantiles))
+            return Round([], none, torch.empty(0), none.reshape(0, horizon), forecast, empty, empty, verdict)
+        if len(rounds) == 1:
+            return rounds[0]
+        return Round(
+            names=[name for one in rounds for name in one.names],
+            ds=np.concatenate([one.ds for one in rounds]),
+            value=torch.cat([one.value for one in rounds]),
+            future=np.concatenate([one.future for one in rounds]),
+            forecast=torch.cat([one.forecast for one in rounds]),
+            low=torch.cat([one.low for one in rounds]),
+            high=torch.cat([one.high for one in rounds]),
+            verdict=Verdict(*(torch.cat([getattr(one.verdict, f.name) for one in rounds]) for f in fields(Verdict))),
+        )
 
     def _time(self, name: str, ds: np.ndarray) -> pl.Series:
         return pl.Series(name, ds).cast(pl.Int64 if self.policy.frequency.counts else pl.Datetime("us"))
@@ -242,28 +268,19 @@ class Engine:
     def _alarms(self, one: Round) -> pl.DataFrame:
         """A row for each alarm: when, of what kind and cause, and the statistic with its limit."""
         verdict = one.verdict
-        parts = []
-        for bit, kind, cause, statistic in (
-            (ANOMALOUS, "anomaly", "outlier", verdict.anomaly),
-            (LEVEL, "drift", "level", verdict.statistic[:, 0]),
-            (SCALE, "drift", "scale", verdict.statistic[:, 1]),
-        ):
-            index = ((verdict.alarm & bit) != 0).nonzero().squeeze(1).tolist()
-            parts.append(
-                pl.DataFrame(
-                    [
-                        pl.Series("unique_id", [one.names[i] for i in index], dtype=pl.String),
-                        self._time("ds", one.ds[index]),
-                        _number("y", one.value[index].double().numpy()),
-                        pl.Series("kind", [kind] * len(index), dtype=pl.String),
-                        pl.Series("cause", [cause] * len(index), dtype=pl.String),
-                        _number("statistic", statistic[index].double().numpy()),
-                        pl.Series("limit", [ANOMALY if bit == ANOMALOUS else 1.0] * len(index), dtype=pl.Float64),
-                        pl.Series("model_version", [self.model.version] * len(index), dtype=pl.String),
-                    ]
-                )
-            )
-        return pl.concat(parts)
+        rows: list[tuple[object, ...]] = []
+        for i in verdict.alarm.nonzero().squeeze(1).tolist():
+            alarm, name, ds, y = int(verdict.alarm[i]), one.names[i], int(one.ds[i]), float(one.value[i])
+            level, scale = verdict.statistic[i].tolist()
+            for bit, kind, cause, statistic, limit in (
+                (ANOMALOUS, "anomaly", "outlier", float(verdict.anomaly[i]), ANOMALY),
+                (LEVEL, "drift", "level", level, 1.0),
+                (SCALE, "drift", "scale", scale, 1.0),
+            ):
+                if alarm & bit:
+                    rows.append((name, ds, y, kind, cause, statistic, limit, self.model.version))
+        frame = pl.DataFrame(rows, schema=ALARMS, orient="row")
+        return frame if self.policy.frequency.counts else frame.with_columns(pl.col("ds").cast(pl.Datetime("us")))
 
     # Restart.
 
@@ -276,7 +293,7 @@ class Engine:
             if entry.learnt is None:
                 unfinished = (arrivals, entry.batch)
                 break
-            rows = unpack_rows(entry.learnt)
+            rows = unpack_rows(entry.learnt, arrivals)
             touched = dict.fromkeys([r.unique_id for r in arrivals.records] + list(arrivals.flush))
             self.slots.admit(touched, entry.batch)
             known = Arrivals(
@@ -316,7 +333,5 @@ def _number(name: str, values: np.ndarray) -> pl.Series:
 
 
 def _refused(record: Record, verdict: str) -> DeadLetter:
-    raw = json.dumps(
-        {"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True
-    )
+    raw = json.dumps({"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True)
     return DeadLetter(verdict, "", record.partition, record.offset, raw)

@@ -30,7 +30,7 @@ INTERVAL_RATE = 0.05
 SCALE_ROWS = 64
 # A residual counts for at most so many deviations in its running scale: one outlier moves it by 3 %.
 SCALE_CLIP = 3.0
-# No alarm before so many residuals were seen.
+# No alarm before so many residuals were seen; for drift eight horizons, in which a new memory learns its first seasons.
 WARM_UP = 32
 ANOMALY = 6.0
 """Residuals beyond so many (normal-equivalent) deviations are anomalies."""
@@ -175,6 +175,7 @@ class Monitors:
         known = ~residual.isnan()
         size = residual.abs()
         warm = s.seen >= WARM_UP
+        settled = s.rows.unsqueeze(1) >= 8 * self.steps[-1]
         deviation = s.scale / HALF_NORMAL_MEAN
         z = (residual / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(s.seen > 0, torch.nan)
         anomaly = z[:, 0].abs().where(warm[:, 0], torch.nan)
@@ -183,7 +184,7 @@ class Monitors:
         jump = ((clipped[:, 0] - s.before[:, 0]).abs() / math.sqrt(2)).clamp(max=DRIFT_CLIP)
         jump = (jump - HALF_NORMAL_MEAN) / HALF_NORMAL_SD
         watched = torch.stack([clipped[:, 1], jump], 1)
-        counts = warm & ~watched.isnan()
+        counts = warm & settled & ~watched.isnan()
         value = torch.where(counts, watched, 0.0)
         pair = counts[:, 0] & ~s.before[:, 1].isnan()
         product = torch.where(pair, value[:, 0] * s.before[:, 1], s.correlation)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-settings.register_profile("kernels", deadline=None, max_examples=30)
+settings.register_profile("kernels", deadline=None, max_examples=20)
 settings.load_profile("kernels")
 
 

@@ -197,7 +197,7 @@ def test_replay_rebuilds_every_state_to_the_bit(tmp_path: Path) -> None:
         snapshots = engine.slots.snapshots(batch, share=9)
         store.commit(
             batch,
-            learnt=pack_rows(outcome.learnt),
+            learnt=pack_rows(outcome.learnt, arrivals),
             receipts={},
             counters={},
             snapshots=snapshots,
@@ -326,4 +326,4 @@ def test_metrics_and_health(tmp_path: Path) -> None:
     counters = summary.counters
     assert float(metrics['tethys_events_total{verdict="accepted"}']) == counters["accepted"]
     assert float(metrics["tethys_coverage"]) == pytest.approx(counters["covered"] / counters["judged"])
-    assert float(metrics["tethys_step_seconds_count"]) == 10
+    assert float(metrics["tethys_latency_seconds_count"]) == 200

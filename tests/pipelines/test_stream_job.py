@@ -1,0 +1,116 @@
+"""From a registered model to the command line: train, stream, look in, resume; streaming equals the batch run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import safetensors.numpy
+
+from connectors.errors import UserError
+from pipelines.forecasting.estimator import TitansForecaster
+from pipelines.forecasting.sample import hourly_load
+from pipelines.streaming import inspect
+from pipelines.streaming.worker import StreamSummary, run
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def fitted() -> TitansForecaster:
+    return TitansForecaster(horizon=6, look_back=24, hidden=8, epochs=1).fit(hourly_load(series=2, days=20))
+
+
+@pytest.fixture
+def registered(fitted: TitansForecaster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The registry's answer without MLflow; the store itself has its own tests."""
+    from pipelines import tracking
+
+    fitted.save(tmp_path / "model")
+
+    def load_model(name: str, version: str, uri: str) -> tracking.RegisteredForecaster:
+        config = json.loads((tmp_path / "model/config.json").read_text())
+        return tracking.RegisteredForecaster(name, 3, (version,), "run", tmp_path / "model/weights.safetensors", config)
+
+    monkeypatch.setattr(tracking, "load_model", load_model)
+    return tmp_path
+
+
+def stream(folder: Path, source: Path, **options) -> StreamSummary:
+    return run(str(source), checkpoint=folder / "c.db", output=str(folder / "out.csv"), **options)
+
+
+def test_streaming_equals_the_batch_run_wherever_it_stops(fitted: TitansForecaster, registered: Path) -> None:
+    frame = hourly_load(series=2, days=12, seed=5)
+    source = registered / "rows.csv"
+    frame.sort("ds", "unique_id").write_csv(source)
+    first = stream(registered / "a", source, max_events=333)
+    summary = stream(registered / "a", source)
+    assert first.events == 333 and summary.resumed and summary.counters["accepted"] == frame.height
+    assert summary.model == "forecaster/3" and Path(summary.alarms or "").exists()
+    out = pl.read_csv(registered / "a/out.csv", try_parse_dates=True)
+    quantiles = [c for c in out.columns if c.startswith("q")]
+    for rows in (150, 288):
+        part = frame.group_by("unique_id", maintain_order=True).head(rows)
+        expected = fitted.predict(part).sort("unique_id", "ds")
+        found = (
+            out.filter(pl.col("origin").dt.replace_time_zone(None) == part["ds"].max()).sort("unique_id", "step")
+        )
+        assert found.height == expected.height
+        np.testing.assert_allclose(found.select(quantiles), expected.select(quantiles), rtol=1e-5)
+
+
+def test_looking_in(registered: Path) -> None:
+    source = registered / "rows.csv"
+    hourly_load(series=2, days=3).write_csv(source)
+    stream(registered / "a", source)
+    checkpoint = registered / "a/c.db"
+    listing = inspect.streams(checkpoint)
+    assert [row["unique_id"] for row in listing.leaderboard] == ["site-0", "site-1"]
+    assert listing.leaderboard[0]["last"] == "2024-01-03T23:00:00Z" and listing.counters["received"] == 144
+    shown = inspect.show(checkpoint, "site-1")
+    assert shown["waiting_events"] == [] and "model.centre" in shown["memory"]
+    path = inspect.export(checkpoint, "site-1", registered / "s.safetensors")
+    tensors = safetensors.numpy.load_file(path)
+    assert float(tensors["model.count"][0]) == 72
+    assert inspect.reset(checkpoint, ["site-0"]) == 1
+    assert [row["unique_id"] for row in inspect.streams(checkpoint).leaderboard] == ["site-1"]
+    with pytest.raises(UserError, match=r"holds no stream 'site-0'; it holds 1: 'site-1'"):
+        inspect.show(checkpoint, "site-0")
+    with pytest.raises(UserError, match="no checkpoint"):
+        inspect.streams(registered / "nothing.db")
+
+
+def test_one_series_without_a_name_column(registered: Path) -> None:
+    source = registered / "rows.csv"
+    hourly_load(series=1, days=2).select(pl.col("ds").alias("date"), pl.col("y").alias("load")).write_csv(source)
+    stream(registered / "a", source, id_column=None, time_column="date", target_column="load")
+    assert pl.read_csv(registered / "a/out.csv")["unique_id"].unique().to_list() == ["load"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grace": "soon"}, "no duration"),
+        ({"conflict": "first"}, "conflict policy"),
+        ({"target_column": "z"}, "no column"),
+    ],
+)
+def test_wrong_use_is_one_clear_line(registered: Path, options: dict[str, str], message: str) -> None:
+    source = registered / "rows.csv"
+    hourly_load(series=1, days=2).write_csv(source)
+    with pytest.raises(UserError, match=message) as caught:
+        stream(registered / "a", source, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_command_line_says_it_too(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pipelines.cli", "streams", "list", "--checkpoint", str(tmp_path / "no.db")]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("tethys: there is no checkpoint") and done.stderr.count("\n") == 1
