@@ -127,9 +127,10 @@ def rules(seed: int) -> dict[str, tuple[Callable[..., Any], Any, bool, float]]:
     import torch
 
     from kernels import family
+    from kernels.dispatch import deep, linear_exact, linear_stale  # what production runs on this machine
     from kernels.features import feature_width, polynomial, taylor_coefficients
-    from kernels.linear import linear_exact, linear_stale, matrix_state, stale_state
-    from kernels.mlp import deep, deep_state
+    from kernels.linear import matrix_state, stale_state
+    from kernels.mlp import deep_state
     from kernels.muon import atlas, atlas_state
     from kernels.network import DEFAULT, MATRIX, Network
 
