@@ -209,11 +209,12 @@ def run(job: Job, as_of: str) -> Summary:
     found = tracking.load_model(job.model.name, job.model.version, job.tracking_uri)
     model = Loaded(f"{found.name}/{found.version}", found.weights, found.config)
     store = tracking.open_store(job.tracking_uri)
+    key = run_key(job, model, as_of)
     params = {
-        "job": job.name, "as_of": as_of, "run_key": run_key(job, model, as_of), "input": job.input.uri,
+        "job": job.name, "as_of": as_of, "run_key": key, "input": job.input.uri,
         "output": job.output.uri, "model": model.name, "executor": job.executor, "series_per_shard": job.series_per_shard,
     }  # fmt: skip
-    with tracking.run(store, f"{job.name} {as_of}", params=params, tags={"run_key": params["run_key"]}) as parent:
+    with tracking.run(store, f"{job.name} {as_of}", params=params, tags={"run_key": key}) as parent:
 
         def tell(part: Part) -> None:
             if not part.resumed:

@@ -160,7 +160,7 @@ class TitansForecaster(BaseEstimator):
             one = select(state, [at])
             with torch.inference_mode():
                 one = self.forecaster_.observe(
-                    one, torch.from_numpy(y)[None], torch.from_numpy(seen)[None], torch.from_numpy(phase(ds))[None]
+                    one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(phase(ds))[None]
                 )
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]

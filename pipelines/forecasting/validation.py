@@ -816,10 +816,10 @@ def missing_future(panel_end: pl.DataFrame, future: pl.DataFrame, frequency: str
 
     panel_end: `unique_id, ds` of the last row of each series.
     """
-    parts = [
-        pl.DataFrame({"unique_id": [name] * horizon, "ds": continue_grid(np.datetime64(ds) if not isinstance(ds, int) else ds, frequency, horizon)})
-        for name, ds in panel_end.select("unique_id", "ds").iter_rows()
-    ]  # fmt: skip
+    parts = []
+    for name, end in panel_end.select("unique_id", "ds").iter_rows():
+        last = end if isinstance(end, int) else np.datetime64(end)
+        parts.append(pl.DataFrame({"unique_id": [name] * horizon, "ds": continue_grid(last, frequency, horizon)}))
     needed = pl.concat(parts).with_columns(pl.col("ds").cast(panel_end.schema["ds"]))
     given = future.select(pl.col("unique_id").cast(pl.String), pl.col("ds").cast(panel_end.schema["ds"]))
     return needed.join(given, on=["unique_id", "ds"], how="anti", maintain_order="left")

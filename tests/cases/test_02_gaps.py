@@ -16,7 +16,7 @@ def test_the_gaps_are_reported_run_by_run(case):
 def test_windows_know_the_gap_and_avoid_a_long_one(case):
     p = panel(check(tables.read(case / "train.csv"), Rules(gaps="mask")).frame)
     gap = p.rows(p.ids.index("gap"))
-    assert p.ds[gap][99:104].astype("datetime64[h]").tolist() == (p.ds[gap][99] + np.arange(5) * np.timedelta64(1, "h")).astype("datetime64[h]").tolist()
+    assert (np.diff(p.ds[gap][99:104]) == np.timedelta64(1, "h")).all()
     assert p.observed[gap][99:104].tolist() == [True, False, False, False, True]
     every, short = windows(p, 24, 12), windows(p, 24, 12, max_gap=76)
     rows = np.arange(36)

@@ -54,7 +54,7 @@ def record(monkeypatch, call):
                 attributes[(at,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "i32"
-                if value % 16 == 0:
+                if value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[(at,)] = [["tt.divisibility", 16]]
         key = (kernel.__name__, str(signature), str(constants))
         launches[key] = (kernel, signature, constants, attributes, options)
@@ -127,14 +127,22 @@ def call_deep(dtype, d, hidden, chunk, window=1, B=2, H=2, T=256):
     out.sum().backward()
 
 
+def call_newton_schulz(dtype, rows, cols):
+    from kernels.triton import newton_schulz
+
+    newton_schulz(torch.zeros(4, rows, cols, dtype=dtype, requires_grad=True)).sum().backward()
+
+
 CALLS = {
-    "exact, bf16, d 64, C 64": lambda: call_linear("exact", torch.bfloat16, 64, 64),
-    "exact, fp32, d 64, C 32": lambda: call_linear("exact", torch.float32, 64, 32),
-    "stale, bf16, d 64, C 16": lambda: call_linear("stale", torch.bfloat16, 64, 16),
-    "omega, bf16, d 64, C 16": lambda: call_linear("stale", torch.bfloat16, 64, 16, 8),
-    "deep, bf16, d 64, h 128, C 32": lambda: call_deep(torch.bfloat16, 64, 128, 32),
-    "deep, fp32, d 64, h 128, C 16": lambda: call_deep(torch.float32, 64, 128, 16),
-    "deep omega, bf16, d 64, h 128, C 16": lambda: call_deep(torch.bfloat16, 64, 128, 16, 8),
+    "exact bf16": lambda: call_linear("exact", torch.bfloat16, 64, 64),
+    "exact fp32": lambda: call_linear("exact", torch.float32, 64, 32),
+    "stale bf16": lambda: call_linear("stale", torch.bfloat16, 64, 16),
+    "omega bf16": lambda: call_linear("stale", torch.bfloat16, 64, 16, 8),
+    "deep bf16": lambda: call_deep(torch.bfloat16, 64, 128, 32),
+    "deep fp32": lambda: call_deep(torch.float32, 64, 128, 16),
+    "deep omega bf16": lambda: call_deep(torch.bfloat16, 64, 128, 16, 8),
+    "newton_schulz bf16": lambda: call_newton_schulz(torch.bfloat16, 64, 128),
+    "newton_schulz fp32": lambda: call_newton_schulz(torch.float32, 64, 128),
 }
 
 

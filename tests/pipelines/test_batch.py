@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import subprocess
 import sys
 import threading
@@ -151,7 +152,8 @@ def dying(frame, uri, **options):
     write(frame, uri, **options)
 tables.write = dying
 folder = pathlib.Path({str(tmp_path)!r})
-run_shards(job(folder), Loaded({model.name!r}, pathlib.Path({str(model.weights)!r}), json.loads({__import__('json').dumps(model.config)!r})), {AS_OF!r})
+model = Loaded({model.name!r}, pathlib.Path({str(model.weights)!r}), json.loads({json.dumps(model.config)!r}))
+run_shards(job(folder), model, {AS_OF!r})
 """
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert died.returncode == -9, died.stderr

@@ -50,7 +50,7 @@ def planted(count, seed, strand="both", length=50):
 def trained():
     settings = Settings(row_passes=4000, batch=32, rate=5e-3, seed=1)
     parts = [planted(count, seed) for count, seed in ((500, 1), (150, 2), (300, 3))]
-    return train_and_report(*parts, strands="both", settings=settings, motifs=16, dim=8, heads=2, motif_width=11, kmer=4)
+    return train_and_report(*parts, strands="both", settings=settings, draws=50, motifs=16, dim=8, heads=2, motif_width=11, kmer=4)
 
 
 @pytest.fixture(scope="module")
