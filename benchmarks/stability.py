@@ -8,10 +8,10 @@ memory layer (E.2 of the tests' stability limits):
     chunk-start forms       ... / C, and / c under an Omega window of c tokens
     deep memories           ... / d besides, keys scaled by sqrt(d), decay towards the initial weights
 
-`non_finite` counts streams in which a number of the output or of the state was not finite, over all rules. For the worst stream of
-each rule, `state_over_value` is the largest number of its state over the largest value written to it (or over 1), `growth` that number
-in the last tenth of the stream over all before. `remembers_1e-5` counts the streams whose outputs still differ by more than 1e-3 after 4096 tokens
-because their first 64 values were larger by 1e-5: there the memory is finite and bounded, but its path is chaotic, and two
+`non_finite` counts streams in which a number of the output or of the state was not finite, over all rules. For the worst stream of each
+rule, `state_over_value` is the largest number of its state over the largest value written to it (or over 1), `growth` that number in the
+last tenth of the stream over all before. `remembers_1e-5` counts the streams whose outputs still differ by more than 1e-3 after 4096
+tokens because their first 64 values were larger by 1e-5: there the memory is finite and bounded, but its path is chaotic, and two
 machines that round differently do not give the same forecasts.
 Kernel memories over phi* (DeepTransformer, SWDT, Dot) are left out: their state grows by one row a token by definition.
 """
