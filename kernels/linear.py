@@ -91,7 +91,7 @@ def linear_exact(
     if alpha is not None and alpha.dim() == 4:
         return _channelwise(q, k, v, theta, eta, alpha, state, min(chunk, 16), read, write, decayed_error)
     dtype, B, H, T = state.W.dtype, *theta.shape
-    if T == 0:
+    if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
     if T == 1:
         return _exact_step(q, k, v, theta, eta, alpha, state, read, write, decayed_error)
@@ -153,7 +153,7 @@ def linear_stale(
         raise ValueError(f"linear_stale: loss is 'l2' or 'dot', not {loss!r}")
     check_window(gamma, state.keys, "linear_stale")
     dtype, B, H, T = state.W.dtype, *theta.shape
-    if T == 0:
+    if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
     if T == 1:
         return _stale_step(q, k, v, theta, eta, alpha, state, chunk, read, write, gamma, loss)
