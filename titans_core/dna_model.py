@@ -145,8 +145,8 @@ class DnaModel(nn.Module):
         contexts = len(config.orders)
         self.enter = nn.Linear(6 * contexts + 5, config.dim)
         memory = MemoryConfig(dim=config.dim, heads=config.heads)
-        layers: tuple[Mixer, ...] = ("lmm",) * config.layers
-        self.backbone = Backbone(BackboneConfig(memory=memory, layers=layers, persistent=0, feed_forward=2.0))
+        block: Mixer = "lmm"
+        self.backbone = Backbone(BackboneConfig(memory=memory, layers=(block,) * config.layers, persistent=0, feed_forward=2.0))
         self.weigh = nn.Linear(config.dim, contexts)
         self.rest = nn.Linear(config.dim, 4)
         nn.init.zeros_(self.weigh.weight)
