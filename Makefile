@@ -43,6 +43,7 @@ $(BIN)/python:
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/python -m kernels.native.build || echo 'The native kernels were not built; torch computes the same numbers, slower (tethys doctor).' >&2
 	@touch $@
 
 $(VENV)/installed-bench: $(VENV)/installed

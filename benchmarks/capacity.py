@@ -56,7 +56,7 @@ def capacity(d: int, degree: int, seed: int) -> dict[str, float]:
     passes = 200
     phi = polynomial(unit, c)[:half].repeat(passes, 1)[None, None]
     step = torch.ones(1, 1, half * passes, dtype=torch.float64)
-    y, state = linear_exact(
+    _, state = linear_exact(
         phi, phi, values[:half].repeat(passes, 1)[None, None], step, None, None,
         matrix_state(torch.zeros(1, d, width, dtype=torch.float64), 1), chunk=half,
     )  # fmt: skip

@@ -65,9 +65,7 @@ def rates(path: Path, ours: Callable[[str], int], theirs: Callable[[str], int], 
 def files(data: Path, folder: Path) -> dict[str, Path]:
     """Four plain files of 5 to 40 MB."""
     paths = {name: folder / name for name in ("genome.fa", "short.fa", "short.fq", "long.fq")}
-    genome, short, long = (
-        data / name for name in ("genomes/ecoli_MG1655.fasta.gz", "reads/illumina18.fq.gz", "reads/nanopore.fq.gz")
-    )
+    genome, short, long = (data / name for name in ("genomes/ecoli_MG1655.fasta.gz", "reads/illumina18.fq.gz", "reads/nanopore.fq.gz"))
     if genome.exists():
         paths["genome.fa"].write_bytes(gzip.decompress(genome.read_bytes()) * 4)
         paths["short.fq"].write_bytes(gzip.decompress(short.read_bytes()) * 12)

@@ -33,9 +33,9 @@ import logging
 import lzma
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, pairwise
+from itertools import chain, count, islice, pairwise
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -44,12 +44,16 @@ from dnaio import FastqFormatError, SequenceRecord
 from dnaio._core import FastqIter
 from isal import igzip
 
+from connectors.errors import UserError
+
 log = logging.getLogger(__name__)
 
 Format = Literal["fasta", "fastq", "genbank", "embl", "bed", "vcf", "table"]
 Source = str | Path | IO[bytes]
 
-BLOCK = 1 << 17  # bytes a read: what the parsers hold beside one record; fits the second-level cache
+BLOCK = 1 << 16  # bytes a read: what the parsers hold beside one record; fits the second-level cache
+# Reads checked at a time: still in the cache when they are handed out, and fewer than make Python collect garbage.
+READS = 448
 CODES = b"ACGTURYSWKMBDHVN-."  # IUPAC nucleotide codes, U for T in RNA, two ways to write a gap
 _UPPER = bytes(range(256)).upper()
 _SAME = bytes(range(256))
@@ -80,12 +84,10 @@ _FOREIGN = {
 }
 
 
-class SequenceError(ValueError):
+class SequenceError(UserError):
     """A sequence file that cannot be read as asked: file, record (1-based), its id, line (1-based), the last good id."""
 
-    def __init__(
-        self, file: str, reason: str, *, record: int = 0, id: str = "", line: int = 0, last_good: str = ""
-    ) -> None:
+    def __init__(self, file: str, reason: str, *, record: int = 0, id: str = "", line: int = 0, last_good: str = "") -> None:
         self.file, self.reason, self.record, self.id, self.line, self.last_good = (
             file,
             reason,
@@ -108,13 +110,14 @@ class Record:
     """One sequence. name is the whole header without its mark; qualities (Phred+33) are as long as sequence.
 
     Regular FASTA and FASTQ come as dnaio.SequenceRecord, made in C, with the same name, id, comment, sequence and
-    qualities; only records of tables have labels.
+    qualities; only records of tables have labels, and only those of BED files a place.
     """
 
     name: str
     sequence: str
     qualities: str | None = None
     label: str | None = None
+    place: tuple[str, int, int, str] | None = None  # of a BED interval: contig, start, end, strand
 
     @property
     def id(self) -> str:
@@ -163,9 +166,7 @@ class _Policy:
 
     def bad(self, reason: str, *, record: int, id: bytes | str = "", line: int = 0, text: bytes = b"") -> None:
         name = id.decode("utf-8", "replace") if isinstance(id, bytes) else id
-        error = SequenceError(
-            self.report.file, reason, record=record, id=name, line=line, last_good=self.report.last_good
-        )
+        error = SequenceError(self.report.file, reason, record=record, id=name, line=line, last_good=self.report.last_good)
         if not self.skip:
             raise error
         self.report.bad_records += 1
@@ -181,7 +182,8 @@ class _Policy:
             sequences = [record.sequence for record in batch] if sequences is None else sequences
             self.report.records += len(batch)
             self.report.bases += sum(map(len, sequences)) if bases < 0 else bases
-            self.report.empty += sequences.count("")
+            if not all(sequences):
+                self.report.empty += sequences.count("")
             self.report.last_good = batch[-1].id or ""
         return batch
 
@@ -221,7 +223,7 @@ def _inflate(raw: IO[bytes], name: str) -> IO[bytes]:
     if not head.startswith(_MAGIC):
         return buffered
     if head.startswith(_MAGIC[0]):
-        plain: Any = igzip.GzipFile(fileobj=buffered, mode="rb")
+        plain: Any = igzip.GzipFile(fileobj=buffered, mode="rb")  # type: ignore[no-untyped-call]
     elif head.startswith(_MAGIC[1]):
         plain = bz2.BZ2File(buffered)
     elif head.startswith(_MAGIC[2]):
@@ -513,9 +515,7 @@ def _why(wrong: bytes) -> str:
     return f"{', '.join(repr(chr(code)) for code in sorted(set(wrong)))}: no nucleotide code ({CODES.decode()})"
 
 
-def _fasta_batch(
-    names: list[bytes], bodies: list[bytes], policy: _Policy, upper: bool, number: int, line: int
-) -> list[AnyRecord]:
+def _fasta_batch(names: list[bytes], bodies: list[bytes], policy: _Policy, upper: bool, number: int, line: int) -> list[AnyRecord]:
     """Check a batch at once; only when that fails is each record looked at."""
     if b"" not in names:
         pairs = [_clean(body, upper) for body in bodies]
@@ -548,9 +548,45 @@ class _NeedMore(Exception):
     """The record at hand may go on in the next block."""
 
 
-def _fastq(blocks: Iterable[bytes], policy: _Policy, upper: bool) -> Iterator[list[AnyRecord]]:
-    """Batches of reads: four-line reads through dnaio, a block at a time; what dnaio refuses, one read at a time."""
+def _fastq_file(path: str | Path, stream: _Bytes, policy: _Policy, upper: bool) -> Iterator[list[AnyRecord]]:
+    """Batches of reads of a file that can be opened twice: through dnaio while its rules hold, which spares a copy of
+    every block; from the first batch on that dnaio or a check refuses, as `_fastq` reads."""
     state = _FastqState()
+    try:
+        with open(path, "rb") as raw:
+            reads = FastqIter(_inflate(raw, stream.name), SequenceRecord, 2 * BLOCK)  # type: ignore[arg-type]
+            next(reads, None)  # tells whether '+' lines repeat the header
+            size = 16
+            while batch := list(islice(reads, size)):
+                bases = policy.report.bases
+                if _checked(batch, policy, upper) is None:
+                    break
+                state.number += len(batch)
+                size = max(1, min(READS, 100_000 * len(batch) // (policy.report.bases - bases + 1)))
+                yield batch  # type: ignore[misc]
+                del batch
+            else:
+                return
+    except (FastqFormatError, EOFError, OSError, ValueError, lzma.LZMAError):
+        pass  # `_fastq` meets the same thing and says where
+    state.line = 4 * state.number + 1
+    yield from _fastq(_after(stream.blocks(), 4 * state.number), policy, upper, state)
+
+
+def _after(blocks: Iterable[bytes], lines: int) -> Iterator[bytes]:
+    """Blocks without their first lines."""
+    for block in blocks:
+        ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) if lines else ()
+        if lines and len(ends) < lines:
+            lines -= len(ends)
+            continue
+        yield block[int(ends[lines - 1]) + 1 :] if lines else block
+        lines = 0
+
+
+def _fastq(blocks: Iterable[bytes], policy: _Policy, upper: bool, state: _FastqState | None = None) -> Iterator[list[AnyRecord]]:
+    """Batches of reads: four-line reads through dnaio, a block at a time; what dnaio refuses, one read at a time."""
+    state = state or _FastqState()
     carry = b""
     for block in blocks:
         text = carry + block
@@ -597,7 +633,7 @@ def _others(bases: bytes) -> bytes:
     for code in (67, 71, 84):
         np.logical_or(found, np.equal(codes, code, out=other), out=found)
     rest = len(codes) - np.count_nonzero(found)
-    if rest == np.count_nonzero(np.equal(codes, 78, out=other)):
+    if not rest or rest == np.count_nonzero(np.equal(codes, 78, out=other)):
         return b"N" * rest
     return bases.translate(None, b"ACGT")
 
@@ -607,13 +643,18 @@ def _fastq_regular(text: bytes, cut: int, policy: _Policy, upper: bool) -> list[
     try:
         reads = FastqIter(io.BytesIO(text[:cut]), SequenceRecord, cut + 1)
         next(reads, None)  # tells whether '+' lines repeat the header
-        batch: list[AnyRecord] = list(reads)
+        batch = list(reads)
     except FastqFormatError:
         return None
+    return _checked(batch, policy, upper)
+
+
+def _checked(batch: list[SequenceRecord], policy: _Policy, upper: bool) -> list[AnyRecord] | None:
+    """Letters and qualities of a batch, all at once; None when a rule is broken somewhere in it."""
     sequences = [record.sequence for record in batch]
     joined = "".join(sequences).encode()
     qualities = np.frombuffer("".join([record.qualities for record in batch]).encode(), np.uint8)  # type: ignore[misc]
-    if len(qualities) and (qualities.min() < 33 or qualities.max() > 126):
+    if len(qualities) and (np.minimum.reduce(qualities) < 33 or np.maximum.reduce(qualities) > 126):
         return None
     rest = _others(joined)
     if rest:
@@ -624,7 +665,7 @@ def _fastq_regular(text: bytes, cut: int, policy: _Policy, upper: bool) -> list[
         if rest.upper().translate(None, CODES + b"ACGT"):
             return None
         policy.letters(rest.upper().translate(None, b"ACGT"))
-    return policy.good(batch, sequences, len(joined))
+    return policy.good(batch, sequences, len(joined))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -765,7 +806,7 @@ def _annotated(stream: _Bytes, kind: str, report: Report) -> Iterator[tuple[int,
     from Bio import SeqIO
 
     text = io.TextIOWrapper(io.BufferedReader(_Raw(stream)), encoding="utf-8", errors="replace")
-    parser = SeqIO.parse(text, kind)
+    parser = SeqIO.parse(text, kind)  # type: ignore[no-untyped-call]
     for number in count(1):
         try:
             yield number, next(parser)
@@ -774,9 +815,7 @@ def _annotated(stream: _Bytes, kind: str, report: Report) -> Iterator[tuple[int,
         except SequenceError:
             raise
         except Exception as error:  # Biopython raises whatever its scanner meets
-            raise SequenceError(
-                report.file, f"not readable as {kind}: {error}", record=number, last_good=report.last_good
-            ) from error
+            raise SequenceError(report.file, f"not readable as {kind}: {error}", record=number, last_good=report.last_good) from error
 
 
 def _genbank(stream: _Bytes, kind: str, policy: _Policy) -> Iterator[list[AnyRecord]]:
@@ -966,11 +1005,14 @@ class Interval(NamedTuple):
     line: int
 
 
-def intervals(source: Source) -> Iterator[Interval]:
-    """Intervals of a BED file, or of a CSV or TSV with columns region (or chrom), start, end, [id, strand]."""
+def intervals(source: Source, bad: Callable[..., None] | None = None) -> Iterator[Interval]:
+    """Intervals of a BED file, or of a CSV or TSV with columns region (or chrom), start, end, [id, strand].
+
+    A line that holds none raises SequenceError, or goes to `bad(reason, record=, line=, text=)` and is passed over.
+    """
     stream = _Bytes(source)
     report = Report(stream.name)
-    last, names = "", None
+    last, names, record = "", None, 0
     try:
         for number, line in enumerate(stream.lines(), 1):
             if not line.strip() or line.startswith(("#", "track", "browser")):
@@ -987,13 +1029,16 @@ def intervals(source: Source) -> Iterator[Interval]:
                     if "contig" not in names:
                         raise SequenceError(report.file, "has start and end but no region column", line=number)
                     continue
+            record += 1
             try:
                 start, end = int(fields[names["start"]]), int(fields[names["end"]])
                 contig = fields[names["contig"]]
             except (IndexError, ValueError) as error:
-                raise SequenceError(
-                    report.file, f"no interval in '{line[:80]}' ({error})", line=number, last_good=last
-                ) from error
+                reason = f"no interval in '{line[:80]}' ({error})"
+                if bad is None:
+                    raise SequenceError(report.file, reason, line=number, last_good=last) from error
+                bad(reason, record=record, line=number, text=line.encode())
+                continue
 
             def of(key: str, default: str, fields: list[str] = fields, names: dict[str, int] = names) -> str:
                 at = names.get(key)
@@ -1006,7 +1051,7 @@ def intervals(source: Source) -> Iterator[Interval]:
 
 
 def _bed(stream: _Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator[list[AnyRecord]]:
-    for number, interval in enumerate(intervals(_as_file(stream)), 1):
+    for number, interval in enumerate(intervals(_as_file(stream), policy.bad), 1):
         if interval.strand == ".":
             policy.report.warn('strand "." is read as "+"')
         try:
@@ -1018,7 +1063,8 @@ def _bed(stream: _Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator
         for warning in genome.report.warnings:
             policy.report.warn(warning)
         policy.letters(bases.upper().translate(None, b"ACGT"))
-        yield policy.good([Record(interval.name, bases.decode("ascii"))])
+        place = (interval.contig, interval.start, interval.end, interval.strand)
+        yield policy.good([Record(interval.name, bases.decode("ascii"), place=place)])
 
 
 def _as_file(stream: _Bytes) -> IO[bytes]:
@@ -1048,19 +1094,25 @@ class Variant(NamedTuple):
     line: int
 
 
-def variants(source: Source, genome: Genome, window: int) -> Iterator[Variant]:
-    """Every allele of a VCF with its reference and alternative windows of `window` bases, padded with N at ends."""
+def variants(source: Source, genome: Genome, window: int, bad: Callable[..., None] | None = None) -> Iterator[Variant]:
+    """Every allele of a VCF with its reference and alternative windows of `window` bases, padded with N at ends.
+
+    A line that holds no variant raises SequenceError, or goes to `bad(reason, record=, line=, text=)` and is passed over.
+    """
     stream = _Bytes(source)
-    last = ""
+    last, record = "", 0
     try:
         for number, line in enumerate(stream.lines(), 1):
             if not line.strip() or line.startswith("#"):
                 continue
             fields = line.split("\t")
+            record += 1
             if len(fields) < 5 or not fields[1].isdigit():
-                raise SequenceError(
-                    stream.name, f"no variant in '{line[:80]}' (CHROM POS ID REF ALT)", line=number, last_good=last
-                )
+                reason = f"no variant in '{line[:80]}' (CHROM POS ID REF ALT)"
+                if bad is None:
+                    raise SequenceError(stream.name, reason, line=number, last_good=last)
+                bad(reason, record=record, line=number, text=line.encode())
+                continue
             contig, position, name = fields[0], int(fields[1]) - 1, fields[2]
             ref = fields[3].upper()
             for alt in fields[4].upper().split(","):
@@ -1070,9 +1122,7 @@ def variants(source: Source, genome: Genome, window: int) -> Iterator[Variant]:
         stream.close()
 
 
-def _variant(
-    genome: Genome, contig: str, position: int, name: str, ref: str, alt: str, window: int, line: int
-) -> Variant:
+def _variant(genome: Genome, contig: str, position: int, name: str, ref: str, alt: str, window: int, line: int) -> Variant:
     left = window // 2
 
     def failed(status: str, found: str = "") -> Variant:
@@ -1097,7 +1147,7 @@ def _variant(
 
 def _vcf(stream: _Bytes, policy: _Policy, genome: Genome, window: int) -> Iterator[list[AnyRecord]]:
     """The alternative window of every allele, as records: what a classifier would be shown."""
-    for number, variant in enumerate(variants(_as_file(stream), genome, window), 1):
+    for number, variant in enumerate(variants(_as_file(stream), genome, window, policy.bad), 1):
         id = f"{variant.contig}:{variant.position + 1}:{variant.ref}>{variant.alt}"
         if variant.status != "ok":
             detail = f", the genome has {variant.found}" if variant.found else ""
@@ -1133,7 +1183,15 @@ def _table(stream: _Bytes, policy: _Policy, upper: bool, columns: Sequence[str] 
             line=1,
         )
     number = 0
-    for row in rows:
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            number += 1
+            policy.bad(f"not readable as a row ({error})", record=number, line=rows.line_num)
+            continue
         if not row or not any(field.strip() for field in row):
             continue
         number += 1
@@ -1185,9 +1243,7 @@ class Reader:
             self._close()
 
     def __iter__(self) -> Iterator[AnyRecord]:
-        for batch in self.batches():
-            yield from batch
-            del batch  # the next batch then lands in the same, warm memory
+        return chain.from_iterable(self.batches())  # a generator in between would cost as much as the parsing
 
     def __enter__(self) -> Reader:
         return self
@@ -1254,7 +1310,10 @@ def read(
     if kind == "fasta":
         batches = _fasta(stream.line_blocks(), policy, upper)
     elif kind == "fastq":
-        batches = _fastq(stream.blocks(), policy, upper)
+        if isinstance(source, str | Path) and Path(source).is_file():
+            batches = _fastq_file(source, stream, policy, upper)
+        else:
+            batches = _fastq(stream.blocks(), policy, upper)
     elif kind in ("genbank", "embl"):
         batches = _genbank(stream, kind, policy)
     elif kind == "table":

@@ -79,9 +79,7 @@ def read(
     return frame
 
 
-def write(
-    frame: pl.DataFrame, uri: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None
-) -> None:
+def write(frame: pl.DataFrame, uri: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> None:
     """Write a table, replacing what was there; on local files a reader sees the old table or the new one, never a part.
 
     PostgreSQL tables are replaced in one transaction. Raises UserError for an address of unknown form.

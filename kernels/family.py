@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kernels.linear import MatrixState, StaleState, linear_exact, linear_stale
-from kernels.mlp import Affine, DeepState, deep
+from kernels.dispatch import deep, linear_exact, linear_stale
+from kernels.linear import MatrixState, StaleState
+from kernels.mlp import Affine, DeepState
 from kernels.network import DEFAULT, Network
 
 

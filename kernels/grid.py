@@ -102,14 +102,20 @@ def fixed_grid(T: int, chunk: int, write: Tensor | None, device: torch.device) -
     return Grid(T, chunks, slots, 0, live, None, None, None, None)
 
 
+def check_phase(phase: Tensor, chunk: int) -> tuple[int, int]:
+    """Lowest and highest phase; a state made with another chunk size is a user error, not a memory to continue."""
+    low, high = (int(p) for p in phase.aminmax())
+    if high >= chunk or low < 0:
+        raise ValueError(f"phase must lie in [0, chunk): found {low}..{high} with chunk {chunk}; was the state made with another chunk?")
+    return low, high
+
+
 def phased_grid(T: int, chunk: int, phase: Tensor, write: Tensor | None) -> Grid:
     """Chunks of `chunk` written tokens, the first of them already holding `phase` (B,) tokens of earlier calls.
 
     An unwritten token takes no slot of the count: it reads the memory and leaves it, phase included, exactly as it was.
     """
-    low, high = (int(p) for p in phase.aminmax())
-    if high >= chunk or low < 0:
-        raise ValueError(f"phase must lie in [0, chunk): found {low}..{high} with chunk {chunk}; was the state made with another chunk?")
+    low, high = check_phase(phase, chunk)
     if write is None:
         after = (phase + T) % chunk
         if high + T <= chunk:  # all in the open chunk, wherever each stream stands: streaming steps end here

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.coefficients import KEEP_FLOOR, Coefficients, clamp_gates, coefficients, window
-from kernels.grid import Grid, fixed_grid, part_of, phased_grid
+from kernels.grid import Grid, check_phase, fixed_grid, part_of, phased_grid
 
 READS = ("after", "before", "anchor")
 BLOCK = 32  # chunks computed at once without autograd: their intermediate arrays stay in the cache, and memory does not grow with T
@@ -155,6 +155,8 @@ def linear_stale(
     dtype, B, H, T = state.W.dtype, *theta.shape
     if T == 0:
         return torch.zeros_like(v), state
+    if T == 1:
+        return _stale_step(q, k, v, theta, eta, alpha, state, chunk, read, write, gamma, loss)
     piece = T
     if gamma is not None and write is not None:
         piece = 1  # the window holds written tokens only: with gaps, one token at a time is the whole rule
@@ -171,7 +173,6 @@ def linear_stale(
             outputs.append(y)
         return torch.cat(outputs, 2), state
     grid = phased_grid(T, chunk, state.phase, write)
-    lags = state.keys.shape[2]
     Q = grid.split(q.to(dtype))
     K = grid.split_window(k.to(dtype), state.keys)
     V = grid.split_window(v.to(dtype), state.values)
@@ -190,7 +191,9 @@ def linear_stale(
         target = torch.cat([at_anchor, V[1:]])
     E, starts, end = _run(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
     d = K.shape[-1]
-    anchors = torch.cat([first.flatten(0, 1).unsqueeze(0), starts[1:, ..., :d]])
+    anchors = first.flatten(0, 1).unsqueeze(0)
+    if len(starts) > 1:
+        anchors = torch.cat([anchors, starts[1:, ..., :d]])
     Y = Q @ anchors.mT if read == "anchor" else _read(Q, K, E, starts, block if read == "after" else block.before())
     W, S = end.view(B, H, *end.shape[-2:]).split(d, -1)
     new = StaleState(
@@ -201,13 +204,64 @@ def linear_stale(
         keys=carry_window(state.keys, k.to(dtype), write),
         values=carry_window(state.values, v.to(dtype), write),
     )
-    assert lags == new.keys.shape[2]
     return grid.join(Y, B, H).to(v.dtype), new
+
+
+def _stale_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: StaleState,
+    chunk: int,
+    read: str,
+    write: Tensor | None,
+    gamma: Tensor | None,
+    loss: str,
+) -> tuple[Tensor, StaleState]:
+    """One token (T = 1), straight from the rule: what a live stream does."""
+    dtype = state.W.dtype
+    check_phase(state.phase, chunk)
+    eta, alpha = clamp_gates(eta, alpha)
+    anchor = opening(state.phase, state.W, state.anchor)
+    key, value = k.to(dtype), v.to(dtype)
+    keys, values = key, value
+    if gamma is not None:
+        keys, values = torch.cat([state.keys, key], 2), torch.cat([state.values, value], 2)
+    error = -values if loss == "dot" else keys @ anchor.mT - values
+    error = error * -theta.to(dtype).unsqueeze(-1)
+    if gamma is not None:  # the newest token is the last row, and lag 0
+        error = error * gamma.to(dtype).flip(-1).mT
+    S = error.mT @ keys
+    if eta is not None:
+        S = torch.addcmul(S, state.S, eta.to(dtype).unsqueeze(-1))
+    W = state.W + S if alpha is None else torch.addcmul(S, state.W, (1.0 - alpha).to(dtype).unsqueeze(-1))
+    carried = anchor
+    if write is not None:
+        at = write.view(-1, 1, 1, 1)
+        W, S, carried = torch.where(at, W, state.W), torch.where(at, S, state.S), torch.where(at, anchor, state.anchor)
+    y = q.to(dtype) @ {"after": W, "before": state.W, "anchor": anchor}[read].mT
+    new = StaleState(
+        W=W,
+        S=S,
+        anchor=carried,
+        phase=(state.phase + (1 if write is None else write[:, 0].long())) % chunk,
+        keys=carry_window(state.keys, key, write),
+        values=carry_window(state.values, value, write),
+    )
+    return y.to(v.dtype), new
 
 
 def opening(phase: Tensor, W: Tensor, anchor: Tensor) -> Tensor:
     """The anchor of the first chunk of a call: W where the stream opens a chunk, else the one it carries. W (B, H, out, in)."""
-    return torch.where((phase == 0).view(-1, 1, 1, 1), W, anchor)
+    opens = phase == 0
+    if not opens.any():
+        return anchor
+    if opens.all():
+        return W
+    return torch.where(opens.view(-1, 1, 1, 1), W, anchor)
 
 
 def closing(grid: Grid, anchors: Tensor, carried: Tensor) -> Tensor:

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coefficients import Coefficients, coefficients, window
-from kernels.grid import Grid, part_of, phased_grid
+from kernels.coefficients import Coefficients, clamp_gates, coefficients, window
+from kernels.grid import Grid, check_phase, part_of, phased_grid
 from kernels.linear import READS, carry_window, check_window, closing, opening
 from kernels.network import DEFAULT, Network, forward, inputs_and_deltas, output
 
@@ -92,6 +92,8 @@ def deep(
     B, H, T = k.shape[:3]
     if T == 0:
         return torch.zeros_like(v), state
+    if T == 1:
+        return _step(q, k, v, theta, eta, alpha, state, init, chunk, network, affine, read, write, gamma, exact_last)
     wants_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad
         for x in (q, k, v, theta, eta, alpha, gamma, *state.W, *state.S, *state.anchor, state.keys, *(init or ()), *(affine or ()))
@@ -127,7 +129,9 @@ def deep(
     outer = (*(heads or ()), *(norm or ()))
     per_chunk = _per_chunk(blocks, exact_last)
     inputs, deltas, W_starts, S_starts, W_end, S_end = _run(step, K, V, per_chunk, start, outer, wants_grad)
-    anchors = tuple(torch.cat([a.flatten(0, 1).unsqueeze(0), w[1:]]) for a, w in zip(first, W_starts, strict=True))
+    anchors = tuple(a.flatten(0, 1).unsqueeze(0) for a in first)
+    if grid.chunks > 1:
+        anchors = tuple(torch.cat([a, w[1:]]) for a, w in zip(anchors, W_starts, strict=True))
     if read == "anchor":
         Y = output(anchors, Q, network, norm)  # type: ignore[arg-type]
     else:
@@ -149,6 +153,71 @@ def deep(
         values=carry_window(state.values, v.to(dtype), write),
     )
     return grid.join(Y, B, H).to(v.dtype), new
+
+
+def _step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: DeepState,
+    init: Sequence[Tensor] | None,
+    chunk: int,
+    network: Network,
+    affine: Affine,
+    read: str,
+    write: Tensor | None,
+    gamma: Tensor | None,
+    exact_last: bool,
+) -> tuple[Tensor, DeepState]:
+    """One token (T = 1), straight from the rule: the weights are written anyway, so nothing needs to stay implicit."""
+    dtype = state.W[0].dtype
+    depth = len(state.W)
+    check_phase(state.phase, chunk)
+    eta, alpha = clamp_gates(eta, alpha)
+    norm = None if affine is None else (affine[0].unsqueeze(-2), affine[1].unsqueeze(-2))
+    anchor = tuple(opening(state.phase, w, a) for w, a in zip(state.W, state.anchor, strict=True))
+    keys, values = k.to(dtype), v.to(dtype)
+    if gamma is not None:
+        keys, values = torch.cat([state.keys, keys], 2), torch.cat([state.values, values], 2)
+    inputs, deltas = inputs_and_deltas(anchor, keys, values, network, norm)
+    if exact_last:
+        deltas[-1] = inputs[-1] @ state.W[-1].mT - (values - keys if network.residual else values)
+    at = None if write is None else write.view(-1, 1, 1, 1)
+
+    def gate(g: Tensor, layer: int) -> Tensor:  # (B, H, 1) or (B, H, 1, L) -> (B, H, 1, 1)
+        return (g if g.dim() == 3 else g[..., layer]).to(dtype).unsqueeze(-1)
+
+    W, S = [], []
+    for i in range(depth):
+        delta = deltas[i] * -gate(theta, i)
+        if gamma is not None:  # the newest token is the last row, and lag 0
+            delta = delta * gamma.to(dtype).flip(-1).mT
+        s = delta.mT @ inputs[i]
+        if eta is not None:
+            s = torch.addcmul(s, state.S[i], gate(eta, i))
+        if alpha is None:
+            w = state.W[i] + s
+        elif init is None:
+            w = torch.addcmul(s, state.W[i], 1.0 - gate(alpha, i))
+        else:
+            w = torch.lerp(state.W[i], init[i].expand_as(state.W[i]), gate(alpha, i)) + s
+        W.append(w if at is None else torch.where(at, w, state.W[i]))
+        S.append(s if at is None else torch.where(at, s, state.S[i]))
+    seen = {"after": tuple(W), "before": state.W, "anchor": anchor}[read]
+    y = output(seen, q.to(dtype), network, norm)
+    carried = anchor if at is None else tuple(torch.where(at, a, b) for a, b in zip(anchor, state.anchor, strict=True))
+    new = DeepState(
+        W=tuple(W),
+        S=tuple(S),
+        anchor=carried,
+        phase=(state.phase + (1 if write is None else write[:, 0].long())) % chunk,
+        keys=carry_window(state.keys, k.to(dtype), write),
+        values=carry_window(state.values, v.to(dtype), write),
+    )
+    return y.to(v.dtype), new
 
 
 def _blocks(

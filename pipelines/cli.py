@@ -20,6 +20,7 @@ import typer
 from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
 from pipelines.forecasting import commands as forecasting
+from pipelines.genomics import commands as genomics
 
 app = typer.Typer(
     name="tethys",
@@ -34,6 +35,7 @@ app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
+app.add_typer(genomics.app, name="genomics")
 
 
 class Executor(StrEnum):

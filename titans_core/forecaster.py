@@ -8,11 +8,11 @@ week), so that the rule is
 
 and a season of one slot is a running level. Several heads hold the same season at several rates. A forecast reads the bank **with the
 keys of the rows to be forecast**, sets the look-back window beside it, and maps both to all steps of the horizon at once: a line in closed
-form (`titans_core.training`), plus a small network that learns what a line cannot say. All of it is relative to a level of the stream
-and in units of its own running standard deviation, so a forecast moves and stretches with its series.
+form (`titans_core.training`), plus a small network that learns what a line cannot say. All of it is relative to the last value
+and in units of the stream's own running standard deviation, so a forecast moves and stretches with its series.
 
 Three modes share all code, for honest comparison: `carried` (the memory goes on for as long as the stream), `window` (it starts anew from
-the initial memory before each forecast and writes the look-back only) and `frozen` (it is read and never written).
+the learned initial memory before each forecast and writes the look-back only) and `frozen` (the initial memory is read and never written).
 
 Axis letters: B streams, T rows, L look-back, H horizon, Q quantiles, G seasons, d features.
 """
@@ -32,7 +32,6 @@ from kernels.linear import MatrixState, linear_exact
 from titans_core.config import require
 
 Memory = Literal["carried", "window", "frozen"]
-Level = Literal["last", "mean"]
 
 # Quiet windows still deserve an interval: the local scale is never taken below this share of the stream's standard deviation.
 QUIETEST = 0.1
@@ -71,9 +70,7 @@ HOURLY = (
 
 @dataclass(frozen=True, kw_only=True)
 class ForecasterConfig:
-    """level: what a forecast is relative to, the last observed value or the running mean of the stream.
-
-    hidden: width of the network beside the line (0: the line alone).
+    """hidden: width of the network beside the line (0: the line alone).
     level_rows: rows after which the running mean and deviation forget as slowly as they will (before, they are plain averages).
     quantiles: levels in rising order. spread: how far intervals follow the roughness of the window, as an exponent (0: not at all).
     """
@@ -82,7 +79,6 @@ class ForecasterConfig:
     horizon: int = 24
     seasons: tuple[Season, ...] = HOURLY
     memory: Memory = "carried"
-    level: Level = "last"
     hidden: int = 64
     dropout: float = 0.2
     level_rows: int = 10_000
@@ -92,7 +88,6 @@ class ForecasterConfig:
     def __post_init__(self) -> None:
         require(self.look_back >= 1 and self.horizon >= 1, f"look_back {self.look_back} and horizon {self.horizon} must be positive")
         require(self.memory in ("carried", "window", "frozen"), f"memory '{self.memory}' is none of carried, window, frozen")
-        require(self.level in ("last", "mean"), f"level '{self.level}' is none of last, mean")
         levels = self.quantiles
         require(
             len(levels) > 0 and all(0 < a < 1 for a in levels) and list(levels) == sorted(set(levels)),
@@ -101,8 +96,8 @@ class ForecasterConfig:
 
     @property
     def features(self) -> int:
-        """d: look-back, reads of every head, and 1."""
-        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 1
+        """d: look-back, reads of every head, how far the last value is from the mean, and 1."""
+        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dumps; `from_json` builds the same configuration."""
@@ -226,11 +221,200 @@ class Forecaster(nn.Module):
         index = torch.where(observed, torch.arange(T, device=y.device), -1).cummax(1).values
         last = torch.where(index >= 0, value.float().gather(1, index.clamp(min=0)), state.last.unsqueeze(1))
 
-        # Running mean and variance are memories with one key and theta = 1 / count (Welford's recursion).
+        # Running mean and variance are memories with one key and theta = 1 / count (Welford's recursion). They are carried state
+        # too: without a carried memory they stand still once they are known as well as one look-back tells.
         rate = 1.0 / count.clamp(1.0, c.level_rows)
-        mean = _running(value, rate, observed, state.mean)
+        scaled = observed if c.memory == "carried" else observed & (count <= c.look_back)
+        mean = _running(value, rate, scaled, state.mean)
         before = torch.cat([state.mean.unsqueeze(1), mean[:, :-1]], 1)
-        variance = _running((value - before) * (value - mean), rate, observed, state.variance)
+        variance = _running((value - before) * (value - mean), rate, scaled, state.variance)
+
+        memory, held, visited = [], [], []
+        for g, (season, m) in enumerate(zip(c.seasons, state.memory, strict=True)):
+            key = F.one_hot(slots[:, :, g], season.slots).float()  # (B, T, slots)
+            writes = observed if c.memory == "carried" else torch.zeros_like(observed)
+            written = key * writes.unsqueeze(2)
+            visits = (m.visits.unsqueeze(1) + written.cumsum(1)).gather(2, slots[:, :, g : g + 1]).squeeze(2)
+            held_now, W = self._write(season, m.W, key, visits, last, observed)
+            memory.append(PhaseMemory(W, m.visits + written.sum(1)))
+            held.append(held_now)
+            visited.append(visits)
+
+        kept = torch.where(observed.unsqueeze(2), slots, -1).to(state.phases.dtype)
+        after = ForecasterState(
+            centre,
+            count[:, -1] if T else state.count,
+            mean[:, -1] if T else state.mean,
+            variance[:, -1] if T else state.variance,
+            last[:, -1] if T else state.last,
+            torch.cat([state.window, last], 1)[:, -c.look_back :],
+            torch.cat([state.phases, kept], 1)[:, -c.look_back :],
+            tuple(memory),
+        )
+        return after, Track(last, mean, variance, tuple(held), tuple(visited))
+
+    def _write(
+        self, season: Season, W: Tensor, key: Tensor, visits: Tensor, value: Tensor, observed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Rows into the heads of one season: what each row's slot holds afterwards (B, heads, T), and the new W."""
+        heads = len(season.rates)
+        if self.config.memory != "carried":
+            return (W.squeeze(2) @ key.mT).contiguous(), W
+        k = key.unsqueeze(1).expand(-1, heads, -1, -1)
+        v = value.unsqueeze(1).unsqueeze(3).expand(-1, heads, -1, -1)
+        rates = torch.tensor(season.rates, device=W.device).view(1, heads, 1)
+        # A young slot averages: its first write is the value itself, the second the mean of two, until the rate is reached.
+        theta = torch.maximum(rates, 1.0 / visits.clamp(min=1.0).unsqueeze(1))
+        y, after = linear_exact(k, k, v, theta, None, None, MatrixState(W, torch.zeros_like(W)), write=observed)
+        return y.squeeze(3), after.W
+
+    def _memory(self, state: ForecasterState) -> tuple[PhaseMemory, ...]:
+        """The memories a forecast reads: as carried; or begun anew at the level of the look-back, and for `window` written with its rows."""
+        if self.config.memory == "carried":
+            return state.memory
+        # What a memory that is not carried begins with is a shape; where the series is now, the look-back tells.
+        level = state.window.mean(1).view(-1, 1, 1, 1)
+        memory = tuple(PhaseMemory(m.W + level, m.visits.clamp(min=1.0)) for m in state.memory)
+        if self.config.memory == "window":
+            for t in range(self.config.look_back):
+                for g, (season, m) in enumerate(zip(self.config.seasons, memory, strict=True)):
+                    slot = state.phases[:, t, g].long()
+                    write_slot(m, season.rates, slot.clamp(min=0), state.window[:, t], slot >= 0)
+        return memory
+
+    def features(self) -> int:
+        """d: look-back, reads of every head, how far the last value is from the mean, and 1."""
+        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for json.dumps; `from_json` builds the same configuration."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> ForecasterConfig:
+        """Raises ConfigError or TypeError for data of another shape."""
+        seasons = tuple(Season(rows=s["rows"], slots=s["slots"], rates=tuple(s["rates"])) for s in data["seasons"])
+        return cls(**{**data, "seasons": seasons, "quantiles": tuple(data["quantiles"])})
+
+
+class PhaseMemory(NamedTuple):
+    """The heads of one season: row memories W acting on one-hot keys, and how often each slot was written."""
+
+    W: Tensor  # (B, heads, 1, slots) float32, relative to the stream's centre
+    visits: Tensor  # (B, slots) float32
+
+
+@dataclass(frozen=True)
+class ForecasterState:
+    """All that a forecaster learns along a stream. Values are float32 relative to `centre`, so a high offset costs no precision."""
+
+    centre: Tensor  # (B,) float64, the first observed value (or the known mean)
+    count: Tensor  # (B,) float64, observed rows
+    mean: Tensor  # (B,) float64, running, relative to the centre
+    variance: Tensor  # (B,) float64, running
+    last: Tensor  # (B,) float32, last observed value
+    window: Tensor  # (B, L) float32, the look-back, oldest first; a missing row holds the last value before it
+    phases: Tensor  # (B, L, G) int16, slots of these rows; -1: the row was missing or never was
+    memory: tuple[PhaseMemory, ...]  # one a season
+
+
+class Track(NamedTuple):
+    """What held after each of T rows: the past of a stream as the windows of training need it."""
+
+    last: Tensor  # (B, T) float32
+    mean: Tensor  # (B, T) float64
+    variance: Tensor  # (B, T) float64
+    held: tuple[Tensor, ...]  # a season: (B, heads, T) float32, the memory at the slot of the row
+    visits: tuple[Tensor, ...]  # a season: (B, T) float32, writes to the slot of the row so far
+
+
+class Forecaster(nn.Module):
+    """`observe` writes rows, `forecast` reads; both are pure and need no autograd."""
+
+    line: Tensor
+    feature_mean: Tensor
+    feature_scale: Tensor
+    offsets: Tensor
+
+    def __init__(self, config: ForecasterConfig) -> None:
+        super().__init__()
+        self.config = config
+        d, horizon = config.features, config.horizon
+        self.register_buffer("line", torch.zeros(d, horizon))  # solved, not descended
+        self.register_buffer("feature_mean", torch.zeros(d))
+        self.register_buffer("feature_scale", torch.ones(d))
+        self.register_buffer("offsets", torch.zeros(horizon, len(config.quantiles)))
+        self.net: nn.Sequential | None = None
+        if config.hidden:
+            last = nn.Linear(config.hidden, horizon)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+            self.net = nn.Sequential(nn.Linear(d, config.hidden), nn.GELU(), nn.Dropout(config.dropout), last)
+        self.eval()
+
+    def initial_state(
+        self, n: int, mean: Tensor | None = None, deviation: Tensor | None = None, rows: float = 0.0
+    ) -> ForecasterState:
+        """n streams that have seen nothing; with `mean` and `deviation` (n,) they are known as well as after `rows` rows."""
+        c, device = self.config, self.line.device
+        zeros = torch.zeros(n, dtype=torch.float64, device=device)
+        return ForecasterState(
+            centre=zeros.clone() if mean is None else mean.to(zeros),
+            count=zeros + rows,
+            mean=zeros.clone(),
+            variance=zeros.clone() if deviation is None else deviation.to(zeros) ** 2,
+            last=torch.zeros(n, device=device),
+            window=torch.zeros(n, c.look_back, device=device),
+            phases=torch.full((n, c.look_back, len(c.seasons)), -1, dtype=torch.int16, device=device),
+            memory=tuple(
+                PhaseMemory(
+                    torch.zeros(n, len(s.rates), 1, s.slots, device=device), torch.zeros(n, s.slots, device=device)
+                )
+                for s in c.seasons
+            ),
+        )
+
+    def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> ForecasterState:
+        """Write T rows. y (B, T), observed (B, T) bool, phase (B, T, G): the slot of each row in each season.
+
+        A row that is not observed moves the look-back on and writes nothing. Any split of the rows over calls gives the
+        same state (to rounding). Raises ValueError for shapes that do not fit.
+        """
+        for at in range(0, y.shape[1], ROWS_AT_ONCE):
+            part = slice(at, at + ROWS_AT_ONCE)
+            state, _ = self.track(state, y[:, part], observed[:, part], phase[:, part])
+        return state
+
+    def track(
+        self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor
+    ) -> tuple[ForecasterState, Track]:
+        """`observe`, with what held after each row."""
+        c = self.config
+        if y.shape != observed.shape or phase.shape != (*y.shape, len(c.seasons)):
+            raise ValueError(
+                f"observe: y {tuple(y.shape)}, observed {tuple(observed.shape)} and phase {tuple(phase.shape)} must be "
+                f"(B, T), (B, T) and (B, T, {len(c.seasons)})"
+            )
+        B, T = y.shape
+        slots = phase.long()
+        seen_before = observed.cumsum(1)
+        count = state.count.unsqueeze(1) + seen_before
+        first = torch.where(observed.any(1), observed.int().argmax(1), 0).unsqueeze(1)
+        begins = (state.count == 0) & observed.any(1)
+        centre = torch.where(begins, y.gather(1, first).squeeze(1).double(), state.centre)
+        value = torch.where(observed, y.double() - centre.unsqueeze(1), 0.0)
+
+        # The last observed value at every row.
+        index = torch.where(observed, torch.arange(T, device=y.device), -1).cummax(1).values
+        last = torch.where(index >= 0, value.float().gather(1, index.clamp(min=0)), state.last.unsqueeze(1))
+
+        # Running mean and variance are memories with one key and theta = 1 / count (Welford's recursion). They are carried state
+        # too: without a carried memory they stand still once they are known as well as one look-back tells.
+        rate = 1.0 / count.clamp(1.0, c.level_rows)
+        scaled = observed if c.memory == "carried" else observed & (count <= c.look_back)
+        mean = _running(value, rate, scaled, state.mean)
+        before = torch.cat([state.mean.unsqueeze(1), mean[:, :-1]], 1)
+        variance = _running((value - before) * (value - mean), rate, scaled, state.variance)
 
         memory, held, visited = [], [], []
         for g, (season, m) in enumerate(zip(c.seasons, state.memory, strict=True)):
@@ -304,14 +488,14 @@ class Forecaster(nn.Module):
 
         window (N, L), reads: a season's held values (N, heads, reads) and visits (N, reads); last, mean, variance (N,).
         """
-        middle = mean.float().unsqueeze(1)
-        level = last.unsqueeze(1) if self.config.level == "last" else middle
+        middle, level = mean.float().unsqueeze(1), last.unsqueeze(1)
         parts = [window]
         for held, visits in reads:
             # A slot that was never written knows no more than the mean of the stream.
             parts.append(torch.where(visits.unsqueeze(1) > 0, held, middle.unsqueeze(2)).flatten(1))
         unit = variance.clamp(min=0.0).sqrt().unsqueeze(1)
-        x = (torch.cat(parts, 1) - level) / torch.where(unit > 0, unit, 1.0).float()
+        # The gap is the pull back to where the stream lives.
+        x = torch.cat([torch.cat(parts, 1) - level, level - middle], 1) / torch.where(unit > 0, unit, 1.0).float()
         return torch.cat([x, x.new_ones(x.shape[0], 1)], 1), level.double(), unit
 
     def centre_of(self, x: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import linear
+from kernels import dispatch, linear
 from kernels.linear import MatrixState, StaleState
-from kernels.mlp import DeepState, deep, deep_state
+from kernels.mlp import DeepState, deep_state
 from kernels.network import Network, output
 from titans_core.config import MemoryConfig
 
@@ -165,7 +165,7 @@ class NeuralMemory(nn.Module):
             gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
         old, memory = state.memory, state.memory
         if isinstance(old, DeepState):
-            y, memory = deep(
+            y, memory = dispatch.deep(
                 q, k, v, theta, eta, alpha, old, init=tuple(self.init) if config.decay_to_init else None, chunk=config.chunk,
                 network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
             )  # fmt: skip
@@ -174,9 +174,9 @@ class NeuralMemory(nn.Module):
             # The memory holds the deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
             v = v - k @ self.init[0].mT
         if isinstance(old, StaleState):
-            y, memory = linear.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
+            y, memory = dispatch.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
         else:
-            y, memory = linear.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
+            y, memory = dispatch.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
         if config.decay_to_init:
             y = y + q @ self.init[0].mT
         return self._output(y, x), MemoryState(memory, tail)

@@ -9,14 +9,16 @@ Letters: S series, T rows, N origins, L look-back, H horizon, d features.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from titans_core.forecaster import ROWS_AT_ONCE, Forecaster, ForecasterState, Level, PhaseMemory
+from titans_core.forecaster import ROWS_AT_ONCE, Forecaster, ForecasterState, PhaseMemory
 from titans_core.state import map_state
 
 ORIGINS_AT_ONCE = 512  # origins whose features are made in one batch
@@ -26,23 +28,14 @@ ORIGINS_AT_ONCE = 512  # origins whose features are made in one batch
 class Windows:
     """Training examples, all relative to the last value and in the stream's unit.
 
-    x (N, d) features, y (N, H) futures (NaN where not observed), gap (N,) last value minus running mean; level and unit (N,) float64 lead
-    back to the series: value = level + unit * y.
+    x (N, d) features, y (N, H) futures (NaN where not observed); level and unit (N,) float64 lead back to the series:
+    value = level + unit * y.
     """
 
     x: Tensor
     y: Tensor
-    gap: Tensor
     level: Tensor
     unit: Tensor
-
-    def relative_to(self, level: Level) -> tuple[Tensor, Tensor]:
-        """Features and futures relative to the last value (as they are) or to the running mean."""
-        if level == "last":
-            return self.x, self.y
-        x = self.x + self.gap.unsqueeze(1)
-        x[:, -1] = 1.0
-        return x, self.y + self.gap.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -64,8 +57,6 @@ def replay(
     it). Windows come origin by origin, each with its S series in order.
     """
     c = model.config
-    # Relative to the last value, whatever the model's level: `Windows.relative_to` shifts them.
-    reader = Forecaster(dataclasses.replace(c, level="last", hidden=0))
     S, T = rows.y.shape
     start, tracks = state, []
     for at in range(0, T, ROWS_AT_ONCE):
@@ -78,6 +69,7 @@ def replay(
     padded = F.pad(torch.where(rows.observed, rows.y, torch.nan), (0, c.horizon), value=torch.nan)
     newest = [_newest(rows.phase[:, :T, g].long(), season.slots) for g, season in enumerate(c.seasons)]
     seen = torch.where(rows.observed.unsqueeze(2), rows.phase[:, :T], -1)
+    counts = start.count.unsqueeze(1) + rows.observed.cumsum(1)
     series = torch.arange(S).unsqueeze(0)
 
     def block(t: Tensor) -> Windows:
@@ -86,19 +78,19 @@ def replay(
         window = last.unfold(1, c.look_back, 1)[:, t - c.look_back].transpose(0, 1).flatten(0, 1)
         future = rows.phase.unfold(1, c.horizon, 1)[:, t].movedim(3, 2).transpose(0, 1).flatten(0, 1)  # (N, H, G)
         at_origin = [v[series, row].flatten() for v in (last, mean, variance)]
-        if c.memory == "window":
+        if c.memory != "carried":
             n = len(t)
             phases = seen.unfold(1, c.look_back, 1)[:, t - c.look_back].movedim(3, 2).transpose(0, 1).flatten(0, 1)
             fresh = map_state(lambda leaf: leaf.repeat(n, *[1] * (leaf.dim() - 1)), start)
             fresh = dataclasses.replace(
                 fresh, window=window, phases=phases, last=at_origin[0], mean=at_origin[1], variance=at_origin[2]
             )
-            x, level, unit = reader.features(fresh, future)
+            x, level, unit = model.features(fresh, future)
             level = level - fresh.centre.unsqueeze(1)
         else:
             reads = []
             for g, season in enumerate(c.seasons):
-                slots = reader.read_slots(future, g).unflatten(0, (len(t), S))  # (n, S, reads)
+                slots = model.read_slots(future, g).unflatten(0, (len(t), S))  # (n, S, reads)
                 where = newest[g][series.unsqueeze(2), row.unsqueeze(2), slots].long()  # row of the newest token of that slot
                 known = where >= 0
                 where = where.clamp(min=0)
@@ -109,12 +101,13 @@ def replay(
                 values = torch.where(known.unsqueeze(2), values, begun)
                 times = torch.where(known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots])
                 reads.append((values.flatten(0, 1), times.flatten(0, 1)))
-            x, level, unit = reader.assemble(window, reads, *at_origin)
+            x, level, unit = model.assemble(window, reads, *at_origin)
         scale = torch.where(unit > 0, unit, 1.0)
         origin_level = level + state.centre.repeat(len(t)).unsqueeze(1)
         y = padded.unfold(1, c.horizon, 1)[:, t].transpose(0, 1).flatten(0, 1)
-        gap = ((level.squeeze(1) - at_origin[1]) / scale.squeeze(1)).float()
-        return Windows(x, ((y - origin_level) / scale).float(), gap, origin_level.squeeze(1), scale.squeeze(1))
+        # A stream that has shown fewer than two values has no unit yet and teaches nothing.
+        y = torch.where(counts[series, row].flatten().unsqueeze(1) >= 2, y, torch.nan)
+        return Windows(x, ((y - origin_level) / scale).float(), origin_level.squeeze(1), scale.squeeze(1))
 
     groups = []
     for group in origins:
@@ -135,9 +128,10 @@ def _newest(slots: Tensor, count: int) -> Tensor:
 
 @torch.no_grad()
 def initial_memory(model: Forecaster, state: ForecasterState, rows: Rows) -> ForecasterState:
-    """`state` with the memory W_0 that `frozen` and `window` start from: every slot's plain mean over the rows of training.
+    """`state` with the memory W_0 that `frozen` and `window` start from: the mean shape of every season over the rows of training.
 
-    This is what the delta rule holds when it writes with theta = 1 / (visits + 1) and never forgets.
+    A slot's mean is what the delta rule holds when it writes with theta = 1 / (visits + 1) and never forgets; the mean over the slots is
+    taken off, because a level of long ago says little about now.
     """
     memory = []
     values = torch.where(rows.observed, rows.y - state.centre.unsqueeze(1), 0.0)
@@ -145,79 +139,124 @@ def initial_memory(model: Forecaster, state: ForecasterState, rows: Rows) -> For
         slots = rows.phase[:, : rows.y.shape[1], g].long()
         visits = torch.zeros(held.visits.shape, dtype=torch.float64).scatter_add_(1, slots, rows.observed.double())
         sums = torch.zeros_like(visits).scatter_add_(1, slots, values)
-        mean = (sums / visits.clamp(min=1.0)).float()
-        memory.append(PhaseMemory(mean[:, None, None].repeat(1, len(season.rates), 1, 1), visits.float()))
+        level = sums.sum(1, keepdim=True) / visits.sum(1, keepdim=True).clamp(min=1.0)
+        shape = torch.where(visits > 0, sums / visits.clamp(min=1.0) - level, 0.0).float()
+        memory.append(PhaseMemory(shape[:, None, None].repeat(1, len(season.rates), 1, 1), visits.float()))
     return dataclasses.replace(state, memory=tuple(memory))
 
 
 @dataclass(frozen=True)
 class Line:
-    """How the closed-form line was chosen: level, whether restless windows weigh less, penalty, and its validation error."""
+    """How the closed-form line was chosen, and its mean squared error on validation, in units of the streams."""
 
-    level: Level
-    weighted: bool
     penalty: float
+    gap_penalty: float  # infinite: no pull back to the mean
     error: float
 
 
-PENALTIES = (10.0, 100.0, 1e3, 1e4, 3e4)
+# Per training window. Measured on validation folds of hourly and quarter-hourly series: 0.015 to 0.5 is flat, both ends beyond are worse.
+PENALTIES = (0.015, 0.15, 0.5)
+GAP_PENALTIES = (math.inf, 0.15, 0.015)
+FOLDS = ((3, (4, 5)), (5, (6, 7)))  # eighths of the training windows: fitted on the first so many, judged on those
+# A future of which less than this share was observed teaches too little for what has to be filled in.
+OBSERVED_SHARE = 0.5
+FILLINGS = 3
+# Training ends after so many epochs in a row whose validation error is above the best by this factor: nothing is to be learnt beside the line.
+PATIENCE, HOPELESS = 3, 1.01
 
 
-def _moments(x: Tensor, y: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor, float]:
-    """X'WX, X'WY (float64) and the number of rows; rows with a missing future are left out."""
-    whole = torch.isfinite(y).all(1)
-    if not bool(whole.all()):
-        x, y = x[whole], y[whole]
-        weight = None if weight is None else weight[whole]
+class _Moments(NamedTuple):
+    gram: Tensor  # (d, d) float64, X'X
+    cross: Tensor  # (d, H) float64, X'Y
+    square: float  # sum of y^2
+    count: int
+
+
+def _moments(x: Tensor, y: Tensor) -> _Moments:
     gram = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
     cross = torch.zeros(x.shape[1], y.shape[1], dtype=torch.float64)
-    for a, b, w in zip(x.split(8192), y.split(8192), [None] * len(x) if weight is None else weight.split(8192), strict=False):
-        left = a if w is None else a * w.unsqueeze(1)
-        gram += (left.mT @ a).double()
-        cross += (left.mT @ b).double()
-    return gram, cross, float(len(x))
+    square = 0.0
+    for at in range(0, len(x), 8192):
+        a, b = x[at : at + 8192], y[at : at + 8192]
+        gram += (a.mT @ a).double()
+        cross += (a.mT @ b).double()
+        square += float((b**2).sum(dtype=torch.float64))
+    return _Moments(gram, cross, square, len(x))
+
+
+def _total(parts: Sequence[_Moments]) -> _Moments:
+    gram, cross, square, count = parts[0]
+    for p in parts[1:]:
+        gram, cross, square, count = gram + p.gram, cross + p.cross, square + p.square, count + p.count
+    return _Moments(gram, cross, square, count)
+
+
+def _solve(m: _Moments, penalty: float, gap_penalty: float) -> Tensor:
+    """(d, H) float64: argmin of the squares plus count * penalty * ||W||^2; the gap's row has a penalty of its own."""
+    diagonal = torch.full((len(m.gram),), penalty * m.count, dtype=torch.float64)
+    keep = torch.ones(len(m.gram), dtype=torch.bool)
+    keep[-2] = math.isfinite(gap_penalty)
+    diagonal[-2] = gap_penalty * m.count
+    line = torch.zeros_like(m.cross)
+    line[keep] = torch.linalg.solve(m.gram[keep][:, keep] + diagonal[keep].diag(), m.cross[keep])
+    return line
+
+
+def _error(m: _Moments, line: Tensor) -> float:
+    total = float((line * (m.gram @ line)).sum() - 2 * (line * m.cross).sum()) + m.square
+    return total / (m.count * m.cross.shape[1])
 
 
 @torch.no_grad()
-def fit_line(model: Forecaster, train: Windows, valid: Windows, levels: Sequence[Level] = ("last", "mean")) -> tuple[Forecaster, Line]:
-    """The line that does best on validation among levels, weightings and penalties; sets the weights, returns the model at that level.
+def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
+    """Set the model's line, ridge regression of the futures on the features; says how it was chosen.
 
-    Minimises sum_i w_i ||x_i W - y_i||^2 + penalty * mean(w) ||W||^2. Weighted: w = 1 / (1 + variance of the look-back), generalised
-    least squares for series whose noise grows with their movement. Raises ValueError where no training window has its whole future.
+    The penalties are those with the least mean log error over rolling folds: two inside the training windows (each with a purge of at least
+    a horizon where the windows lie that dense) and validation. One period alone is a poor judge: errors of neighbouring seasons differ
+    more than those of neighbouring penalties. Futures with missing steps are filled with the line's own forecast and the line is solved
+    again: missing cells then carry no weight. Raises ValueError where no training window has half of its future.
     """
-    best: tuple[float, Tensor, Line] | None = None
-    look_back = model.config.look_back
-    for level in levels:
-        x, y = train.relative_to(level)
-        held, target = valid.relative_to(level)
-        whole = torch.isfinite(target).all(1)
-        held, target = held[whole], target[whole]
-        for weighted in (False, True):
-            weight = 1.0 / (1.0 + x[:, :look_back].var(1, correction=0)) if weighted else None
-            gram, cross, count = _moments(x, y, weight)
-            if count == 0:
-                raise ValueError("fit_line: no training window has its whole future observed")
-            scale = 1.0 if weight is None else float(weight.mean())
-            for penalty in PENALTIES:
-                eye = torch.eye(len(gram), dtype=torch.float64)
-                line = torch.linalg.solve(gram + penalty * scale * eye, cross).float()
-                error = float(((held @ line - target) ** 2).mean()) if len(held) else penalty
-                if best is None or error < best[0]:
-                    best = (error, line, Line(level, weighted, penalty, error))
-    assert best is not None
-    chosen = Forecaster(dataclasses.replace(model.config, level=best[2].level))
-    chosen.line.copy_(best[1])
-    x, _ = train.relative_to(best[2].level)
-    chosen.feature_mean.copy_(x.mean(0))
-    chosen.feature_mean[-1] = 0.0
-    chosen.feature_scale.copy_(1.0 / x.std(0).clamp(min=1e-2))
-    chosen.feature_scale[-1] = 1.0
-    return chosen, best[2]
+    x, y = _usable(train)
+    if not len(x):
+        raise ValueError("no training window has half of its future observed")
+    missing = ~torch.isfinite(y)
+    filled = torch.where(missing, 0.0, y)
+    if bool(missing.any()):
+        for _ in range(FILLINGS):
+            line = _solve(_moments(x, filled), PENALTIES[0], GAP_PENALTIES[1]).float()
+            filled = torch.where(missing, x @ line, y)
+    eighths = [_moments(a, b) for a, b in zip(x.tensor_split(8), filled.tensor_split(8), strict=True)]
+    whole = _total(eighths)
+    held, target = _usable(valid)
+    complete = torch.isfinite(target).all(1)
+    folds = [(_total(eighths[:a]), _total([eighths[i] for i in b])) for a, b in FOLDS if min(m.count for m in eighths)]
+    final = _moments(held[complete], target[complete]) if bool(complete.any()) else None
+    if final is not None:
+        folds.append((whole, final))
+
+    def judged(choice: tuple[float, float]) -> float:
+        return sum(math.log(max(_error(judge, _solve(fit, *choice)), 1e-30)) for fit, judge in folds)
+
+    choices = [(p, g) for g in GAP_PENALTIES for p in PENALTIES]
+    penalty, gap_penalty = min(choices, key=judged)
+    solved = _solve(whole, penalty, gap_penalty)
+    model.line.copy_(solved)
+    model.feature_mean.copy_(x.mean(0))
+    model.feature_mean[-1] = 0.0
+    model.feature_scale.copy_(1.0 / x.std(0, correction=0).clamp(min=1e-2))
+    model.feature_scale[-1] = 1.0
+    return Line(penalty, gap_penalty, math.nan if final is None else _error(final, solved))
+
+
+def _usable(windows: Windows) -> tuple[Tensor, Tensor]:
+    """Features and futures of the windows with enough of their future."""
+    enough = torch.isfinite(windows.y).float().mean(1) >= OBSERVED_SHARE
+    return (windows.x, windows.y) if bool(enough.all()) else (windows.x[enough], windows.y[enough])
 
 
 @dataclass(frozen=True)
 class Training:
-    """Settings of the network's training. AdamW with a one-cycle rate; the best epoch on validation stays."""
+    """Settings of the network's training: AdamW with a one-cycle rate; the best epoch on validation stays."""
 
     epochs: int = 8
     batch: int = 512
@@ -235,27 +274,26 @@ def fit_network(
 ) -> float:
     """Train the network on what the line leaves over, with a Huber loss; keeps the epoch that is best on validation, or none.
 
-    progress is called after every epoch with its number and the validation error (mean squared, in units of the stream). Returns the best.
+    progress is called after every epoch with its number and the validation error (mean squared, in units of the streams). Returns the best.
     """
-    level = model.config.level
-    x, y = train.relative_to(level)
-    whole = torch.isfinite(y).all(1)
-    x, y = x[whole], y[whole]
-    held, target = valid.relative_to(level)
-    whole = torch.isfinite(target).all(1)
-    held, target = held[whole], target[whole]
+    x, y = _usable(train)
+    held, target = _usable(valid)
     net = model.net
     if net is None or not len(held):
         return validation_error(model, held, target)
     torch.manual_seed(settings.seed)
     for layer in net:
-        if isinstance(layer, torch.nn.Linear):
+        if isinstance(layer, nn.Linear):
             layer.reset_parameters()
-    torch.nn.init.zeros_(net[-1].weight)  # type: ignore[arg-type]
-    torch.nn.init.zeros_(net[-1].bias)  # type: ignore[arg-type]
+    last = net[-1]
+    assert isinstance(last, nn.Linear)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
     best, kept = validation_error(model, held, target), {k: v.clone() for k, v in net.state_dict().items()}
     with torch.no_grad():
-        left = y - x @ model.line
+        seen = torch.isfinite(y)
+        masked = not bool(seen.all())
+        left = torch.where(seen, y, 0.0) - x @ model.line
         inputs = (x - model.feature_mean) * model.feature_scale
     batches = max(1, len(x) // settings.batch)
     optimiser = torch.optim.AdamW(net.parameters(), lr=settings.rate, weight_decay=settings.decay)
@@ -263,33 +301,41 @@ def fit_network(
         optimiser, settings.rate, total_steps=settings.epochs * batches + 1, pct_start=0.1
     )
     generator = torch.Generator().manual_seed(settings.seed)
+    worse = 0
     for epoch in range(settings.epochs):
         net.train()
-        for index in torch.randperm(len(x), generator=generator)[: batches * settings.batch].split(settings.batch):
-            loss = F.smooth_l1_loss(net(inputs[index]), left[index])
+        order = torch.randperm(len(x), generator=generator)
+        for batch in range(batches):
+            index = order[batch * settings.batch : (batch + 1) * settings.batch]
+            loss = F.smooth_l1_loss(net(inputs[index]), left[index], reduction="none")
+            loss = (loss * seen[index]).sum() / seen[index].sum() if masked else loss.mean()
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             schedule.step()
         net.eval()
         error = validation_error(model, held, target)
+        worse = worse + 1 if error > HOPELESS * best else 0
         if error < best:
             best, kept = error, {k: v.clone() for k, v in net.state_dict().items()}
         if progress is not None:
             progress(epoch, error)
+        if worse == PATIENCE:
+            break
     net.load_state_dict(kept)
-    net.eval()
     return best
 
 
 @torch.no_grad()
 def validation_error(model: Forecaster, x: Tensor, y: Tensor) -> float:
-    """Mean squared error of the expected values, in units of the stream. x (N, d), y (N, H)."""
-    if not len(x):
-        return float("nan")
-    model.eval()
-    total = sum(float(((model.centre_of(a) - b) ** 2).sum(dtype=torch.float64)) for a, b in zip(x.split(4096), y.split(4096), strict=True))
-    return total / y.numel()
+    """Mean squared error of the expected values over observed cells, in units of the streams. x (N, d), y (N, H)."""
+    total, cells = 0.0, 0
+    for at in range(0, len(x), 4096):
+        error = model.centre_of(x[at : at + 4096]) - y[at : at + 4096]
+        seen = torch.isfinite(error)
+        total += float((error[seen] ** 2).sum(dtype=torch.float64))
+        cells += int(seen.sum())
+    return total / cells if cells else math.nan
 
 
 @torch.no_grad()
@@ -299,17 +345,14 @@ def calibrate(model: Forecaster, valid: Windows) -> None:
     The residuals of a step are sorted once and read at all levels, so quantiles can never cross. A level q is read at rank
     ceil((n + 1) q) above the median and floor((n + 1) q) below it: split conformal prediction, one side at a time.
     """
-    model.eval()
-    x, y = valid.relative_to(model.config.level)
-    spread = model.roughness(x) ** model.config.spread
-    centre = torch.cat([model.centre_of(part) for part in x.split(4096)]) if len(x) else y
-    residual = (y - centre) / spread
+    spread = model.roughness(valid.x) ** model.config.spread
+    centre = torch.cat([model.centre_of(valid.x[at : at + 4096]) for at in range(0, len(valid.x), 4096)] or [valid.y])
+    residual = (valid.y - centre) / spread
     for step in range(residual.shape[1]):
         seen = residual[:, step]
         seen = seen[torch.isfinite(seen)].sort().values
-        if not len(seen):
-            continue
         for i, level in enumerate(model.config.quantiles):
             rank = (len(seen) + 1) * level
-            place = int(-(-rank // 1)) if level >= 0.5 else int(rank)
-            model.offsets[step, i] = seen[min(max(place - 1, 0), len(seen) - 1)]
+            place = math.ceil(rank) if level >= 0.5 else math.floor(rank)
+            if len(seen):
+                model.offsets[step, i] = seen[min(max(place, 1), len(seen)) - 1]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
+import orjson
 import polars as pl
 
 from connectors.errors import UserError
@@ -136,6 +137,13 @@ def parse_value(value: Any) -> float:
     return number
 
 
+def _parse_json(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line.decode("utf-8"))  # also takes the bare NaN that many programs write
+
+
 COLUMNS = {"unique_id": "unique_id", "ds": "ds", "y": "y", "event_id": "event_id"}
 
 
@@ -165,14 +173,13 @@ class Decoder:
         if len(line) > MAX_RECORD_BYTES:
             return dead_letter("oversize", f"{len(line)} bytes, at most {MAX_RECORD_BYTES}", partition, offset, line)
         try:
-            text = line.decode("utf-8")
             if self.form == "json":
-                fields = json.loads(text)
+                fields = _parse_json(line)
                 if not isinstance(fields, dict):
                     raise ValueError("not a JSON object")
             else:
                 assert self.header is not None
-                cells = next(csv.reader([text], strict=True))
+                cells = next(csv.reader([line.decode("utf-8")], strict=True))
                 if len(cells) != len(self.header):
                     raise ValueError(f"{len(cells)} cells, the header has {len(self.header)}")
                 fields = dict(zip(self.header, cells, strict=True))

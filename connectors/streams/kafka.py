@@ -83,9 +83,7 @@ class KafkaSource:
         self._assign()
 
     def _watermarks(self, number: int) -> tuple[int, int]:
-        low, high = self.consumer.get_watermark_offsets(
-            self._kafka.TopicPartition(self.topic, number), timeout=OPEN_SECONDS, cached=False
-        )
+        low, high = self.consumer.get_watermark_offsets(self._kafka.TopicPartition(self.topic, number), timeout=OPEN_SECONDS, cached=False)
         return int(low), int(high)
 
     def _assign(self) -> None:

@@ -1,5 +1,6 @@
 // The operators of torch.ops.tethys_native, through torch's stable ABI: one library serves every later torch.
 // Outputs are allocated by the caller (kernels/native/__init__.py) and written here, so that nothing but pointers crosses.
+#include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
@@ -142,7 +143,7 @@ static void linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe et
   over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->linear_backward(c, a, b); });
 }
 
-static const float* heads(const Maybe& t, const char* name, int64_t H, int64_t a, int64_t b) {
+static const float* heads_of(const Maybe& t, const char* name, int64_t H, int64_t a, int64_t b) {
   if (!t) return nullptr;
   check(*t, name, b ? 3 : 2);
   STD_TORCH_CHECK(t->is_contiguous() && t->size(0) == H && t->size(1) == a && (!b || t->size(2) == b), "tethys_native: ", name,
@@ -172,9 +173,9 @@ static DeepCall deep_call(const Tensor& q, const Tensor& k, const Tensor& v, con
   for (int64_t b = 0; b < c.B; ++b)
     STD_TORCH_CHECK(c.phase[b] >= 0 && c.phase[b] < chunk, "phase must lie in [0, chunk): found ", c.phase[b], " with chunk ", chunk,
                     "; was the state made with another chunk?");
-  c.init[0] = heads(init1, "init[0]", c.H, h, c.din), c.init[1] = heads(init2, "init[1]", c.H, c.dout, h);
+  c.init[0] = heads_of(init1, "init[0]", c.H, h, c.din), c.init[1] = heads_of(init2, "init[1]", c.H, c.dout, h);
   STD_TORCH_CHECK(!c.init[0] == !c.init[1], "tethys_native: init needs both layers");
-  c.scale = heads(scale, "affine[0]", c.H, c.dout, 0), c.shift = heads(shift, "affine[1]", c.H, c.dout, 0);
+  c.scale = heads_of(scale, "affine[0]", c.H, c.dout, 0), c.shift = heads_of(shift, "affine[1]", c.H, c.dout, 0);
   STD_TORCH_CHECK(!c.scale == !c.shift, "tethys_native: affine needs scale and shift");
   return c;
 }
@@ -303,6 +304,79 @@ static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor
   over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_backward(c, a, b); });
 }
 
+// x (B, T, D) -> y (B, T, D). project (D, 4 D + 3 H L) = [W_qkv | W_gate | W_gates]^T and out (D, D) = W_out^T, each with its rows padded with zeros
+// to whole vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
+static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase, Tensor y, Tensor project, Tensor conv, Tensor bias,
+                       Tensor norm, Tensor output, Maybe init1, Maybe init2, Maybe scale, Maybe shift, int64_t heads, double length,
+                       double divisor, bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps) {
+  check(x, "x", 3);
+  check(state[0], "state", 4);
+  StepCall c{};
+  c.matrix = state.size() == 2;
+  STD_TORCH_CHECK(c.matrix || (state.size() == 6 && phase), "tethys_native: state is W, S or W1, W2, S1, S2, A1, A2 with phase");
+  c.layers = c.matrix ? 1 : 2, c.momentum = momentum, c.decay = decay, c.divisor = (float)divisor;
+  int64_t B = x.size(0), T = x.size(1), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
+  int64_t width = (4 * D + 3 * H * L + 15) / 16 * 16, wide = (D + 15) / 16 * 16;
+  c.width = width, c.wide = wide;
+  c.x = dense(x, "x", B * T * D), c.y = (float*)dense(y, "y", B * T * D);
+  c.project = dense(project, "project", D * width), c.output = dense(output, "out", D * wide);
+  bool one = T == 1;
+  static thread_local std::vector<float> arena;
+  if (one && arena.size() < (size_t)(B * (width + 4 * D + 3 * H * L + D + wide))) arena.resize(B * (width + 4 * D + 3 * H * L + D + wide));
+  float *p = arena.data(), *w = p + B * width, *o = w + B * (4 * D + 3 * H * L), *result = o + B * D;
+  if (one) g_core->product(B, width, D, c.x, D, c.project, width, p, width);
+  c.p = p, c.p_b = width;
+  c.bias = dense(bias, "bias", 3 * H * L);
+  HeadsCall& h = c.heads;
+  h.B = B, h.H = H, h.T = T, h.d = d, h.taps = conv.size(0), h.scale = (float)length;
+  h.u = c.p, h.u_b = c.p_b, h.u_t = 0, h.out = w;
+  STD_TORCH_CHECK(h.taps >= 1 && h.taps <= 8, "tethys_native: the convolution has 1 to 8 taps, not ", h.taps);
+  h.tail = c.tail = (float*)dense(tail, "tail", B * (h.taps - 1) * 3 * D), h.weight = dense(conv, "conv", h.taps * 3 * D);
+  auto part = [&](int64_t n) { return Rows{w + n * D, 3 * D, d, 0}; };
+  float* read_out = w + B * 3 * D;
+  c.gates = read_out + B * D;
+  auto gate_of = [&](int64_t n) { return Gate{c.gates + n * H * L, 3 * H * L, L, 0, 1}; };
+  Gate none{};
+  c.gate.B = B, c.gate.H = H, c.gate.T = 1, c.gate.d = d;
+  c.gate.y = {read_out, D, d, 0}, c.gate.g = c.p + 3 * D, c.gate.g_b = c.p_b, c.gate.weight = dense(norm, "norm", d);
+  c.gate.out = o;
+  auto fill = [&](auto& call) {
+    call.B = B, call.H = H, call.T = T, call.chunk = chunk;
+    call.q = part(0), call.k = part(1), call.v = part(2), call.y = c.gate.y;
+    call.theta = gate_of(2), call.eta = momentum ? gate_of(1) : none, call.alpha = decay ? gate_of(0) : none;
+  };
+  if (c.matrix) {
+    fill(c.linear);
+    c.linear.dk = c.linear.dv = d, c.linear.read_before = read == 1;
+    c.linear.W = c.linear.W_out = block(state[0], "W", B, H, d, d), c.linear.S = c.linear.S_out = block(state[1], "S", B, H, d, d);
+  } else {
+    fill(c.deep);
+    DeepCall& e = c.deep;
+    e.din = e.dout = d, e.h = state[0].size(2), e.read = (int)read, e.norm = lnorm, e.residual = residual, e.eps = (float)eps;
+    check(*phase, "phase", 1, torch::headeronly::ScalarType::Long);
+    STD_TORCH_CHECK(phase->size(0) == B && phase->is_contiguous(), "tethys_native: phase must be (B,)");
+    int64_t* at = (int64_t*)phase->data_ptr();
+    for (int64_t b = 0; b < B; ++b)
+      STD_TORCH_CHECK(at[b] >= 0 && at[b] < chunk, "phase must lie in [0, chunk): found ", at[b], " with chunk ", chunk,
+                      "; was the state made with another chunk?");
+    e.phase = at;
+    e.init[0] = heads_of(init1, "init[0]", H, e.h, d), e.init[1] = heads_of(init2, "init[1]", H, d, e.h);
+    e.scale = heads_of(scale, "affine[0]", H, d, 0), e.shift = heads_of(shift, "affine[1]", H, d, 0);
+    deep_blocks((float**)e.W, state, 0, "W", e), deep_blocks((float**)e.S, state, 2, "S", e), deep_blocks((float**)e.A, state, 4, "anchor", e);
+    for (int l = 0; l < 2; ++l) e.W_out[l] = (float*)e.W[l], e.S_out[l] = (float*)e.S[l], e.A_out[l] = (float*)e.A[l];
+  }
+  if (one) over_memories(B * H, [&](int64_t a, int64_t b) { g_core->layer_step(c, a, b); });
+  else over_memories(B, [&](int64_t a, int64_t b) { g_core->layer_forward(c, a, b); });
+  if (!c.matrix) {
+    int64_t* at = (int64_t*)phase->data_ptr();
+    for (int64_t b = 0; b < B; ++b) at[b] = (at[b] + T) % chunk;
+  }
+  if (!one) return;
+  if (wide == D) return g_core->product(B, D, D, o, D, c.output, D, c.y, D);
+  g_core->product(B, wide, D, o, D, c.output, wide, result, wide);
+  for (int64_t b = 0; b < B; ++b) memcpy(c.y + b * D, result + b * wide, D * 4);
+}
+
 STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def("sources() -> str");
   m.def("select_width(int width) -> int");
@@ -321,6 +395,10 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
       "Tensor(c!) dweight, int heads, float scale) -> ()");
   m.def("gate_forward(Tensor y, Tensor g, Tensor weight, Tensor(a!) out) -> ()");
   m.def("gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor(a!) dy, Tensor(b!) dg, Tensor(c!) dweight) -> ()");
+  m.def(
+      "layer(Tensor x, Tensor(a!) tail, Tensor(b!)[] state, Tensor(c!)? phase, Tensor(d!) y, Tensor project, Tensor conv, Tensor bias, "
+      "Tensor norm, Tensor out, Tensor? init1, Tensor? init2, Tensor? scale, Tensor? shift, int heads, float length, float divisor, "
+      "bool momentum, bool decay, int chunk, int read, bool lnorm, bool residual, float eps) -> ()");
   m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
   m.def("deep_saved(int din, int dout, int h) -> int");
   m.def(
@@ -349,6 +427,7 @@ STABLE_TORCH_LIBRARY_IMPL(tethys_native, CPU, m) {
   m.impl("heads_backward", TORCH_BOX(&heads_backward));
   m.impl("gate_forward", TORCH_BOX(&gate_forward));
   m.impl("gate_backward", TORCH_BOX(&gate_backward));
+  m.impl("layer", TORCH_BOX(&layer));
   m.impl("deep_count", TORCH_BOX(&deep_count));
   m.impl("deep_forward", TORCH_BOX(&deep_forward));
   m.impl("deep_backward", TORCH_BOX(&deep_backward));

@@ -4,6 +4,8 @@
 #include "deep_step.h"
 #include "deep_backward.h"
 #include "layer.h"
+#include "layer_forward.h"
+#include "layer_step.h"
 
 namespace {
 
@@ -23,6 +25,10 @@ double fma(long repeats) { // 12 independent accumulators hide the latency of tw
   return 2.0 * VL * 12 * repeats;
 }
 
+void product(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc) {
+  gemm<false>(M, N, K, A, lda, B, ldb, C, ldc, SET);
+}
+
 long deep_count(const tethys::DeepCall& c) {
   std::vector<Block> blocks;
   size_t most = 0;
@@ -38,4 +44,5 @@ long deep_count(const tethys::DeepCall& c) {
 extern const tethys::Core TETHYS_CORE;
 const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
                                   deep_step, heads_forward, heads_backward, gate_forward, gate_backward,
+                                  product, layer_step, layer_forward,
                                   linear_saved, deep_count, deep_saved, fma};

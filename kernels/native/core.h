@@ -99,6 +99,26 @@ struct GateCall {
   float *dg, *dweight; // (B, T, D), (B, H, d)
 };
 
+// One token of a whole layer between its projections: p = x [W_qkv | W_gate | W_gates]^T (B, 4 D + 3 H L, padded) -> o (B, D), which the
+// output projection takes. Tail and memory are updated in place.
+struct StepCall {
+  bool matrix, momentum, decay;
+  long layers;       // L: gates a head
+  long width, wide;  // padded rows of project and output
+  const float *x, *project, *output;
+  float* y;          // (B, T, D), as x
+  float* tail;
+  float divisor;     // of theta
+  const float* p;    // row stride p_b
+  long p_b;
+  const float* bias; // (3 H L): alpha, eta, theta
+  float* gates;      // work, (B, 3, H, L)
+  HeadsCall heads;   // out: work, (B, 3 D)
+  LinearCall linear;
+  DeepCall deep;
+  GateCall gate;     // y: work, (B, H, 1, d)
+};
+
 // One table a vector width. Every function works on the memories [begin, end) of the B * H in a call.
 struct Core {
   int width; // floats a vector
@@ -112,6 +132,9 @@ struct Core {
   void (*heads_backward)(const HeadsCall&, long begin, long end);
   void (*gate_forward)(const GateCall&, long begin, long end);
   void (*gate_backward)(const GateCall&, long begin, long end);
+  void (*product)(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc); // N padded
+  void (*layer_step)(const StepCall&, long begin, long end);
+  void (*layer_forward)(const StepCall&, long begin, long end); // streams, not memories
   size_t (*linear_saved)(const LinearCall&); // floats a memory
   long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
   size_t (*deep_saved)(const DeepCall&);     // floats a block

@@ -295,6 +295,40 @@ struct Deep {
 
 size_t deep_saved(const DeepCall& c) { return (size_t)(2 * c.din * pad(c.h) + c.h * 2 * pad(c.dout)); }
 
+// The blocks of one memory, from and to the state in w; true if a token wrote (then A1t, A2t hold the anchor to carry).
+bool run_blocks(Deep& w, const DeepCall& c, long i, long j, const std::vector<Block>& blocks, float* saved) {
+  bool wrote = false;
+  for (const Block& b : blocks) {
+    if (saved) w.save(saved), saved += w.saved_floats();
+    w.open(b);
+    w.set_coefficients(i, j, b);
+    w.deltas(i, j, b);
+    if (w.reads) w.read_tokens(b);
+    w.normalise(b.n, w.Z2 + b.n * w.ldo, w.U + b.n * w.ldo, w.inv + b.n, w.Y);
+    if (c.residual)
+      for (long r = 0; r < b.n; ++r)
+        for (long x = 0; x < w.op; x += VL)
+          store(w.Y + r * w.ldo + x, load(w.Y + r * w.ldo + x) + load(w.KQ + (b.n + r) * w.ldd + x));
+    copy_out(w.Y, w.ldo, b.n, c.dout, c.y.at(i, j) + b.t * c.y.t, c.y.t);
+    if (b.written) w.update(b), wrote = true;
+  }
+  return wrote;
+}
+
+void store_deep(const Deep& w, const DeepCall& c, long m, bool wrote) {
+  long n1 = c.h * c.din, n2 = c.dout * c.h;
+  transpose_exact(w.WS1, w.ldh, c.din, c.h, c.W_out[0] + m * n1, c.din);
+  transpose_exact(w.WS1 + c.din * w.ldh, w.ldh, c.din, c.h, c.S_out[0] + m * n1, c.din);
+  transpose_exact(w.WS2, w.ld2, c.h, c.dout, c.W_out[1] + m * n2, c.h);
+  transpose_exact(w.WS2 + w.op, w.ld2, c.h, c.dout, c.S_out[1] + m * n2, c.h);
+  if (wrote) {
+    transpose_exact(w.A1t, w.ldh, c.din, c.h, c.A_out[0] + m * n1, c.din);
+    transpose_exact(w.A2t, w.ldo, c.h, c.dout, c.A_out[1] + m * n2, c.h);
+  } else {
+    memmove(c.A_out[0] + m * n1, c.A[0] + m * n1, n1 * 4), memmove(c.A_out[1] + m * n2, c.A[1] + m * n2, n2 * 4);
+  }
+}
+
 void deep_forward(const DeepCall& c, long begin, long end) {
   FlushDenormals flush;
   Scratch s;
@@ -306,36 +340,7 @@ void deep_forward(const DeepCall& c, long begin, long end) {
     w.load_state(m);
     blocks_of(c, i, blocks);
     if (blocks[0].phase) w.load_anchor(m);
-    float* saved = c.saved ? c.saved + m * c.blocks * w.saved_floats() : nullptr;
-    bool carried = false;
-    for (const Block& b : blocks) {
-      if (saved) w.save(saved), saved += w.saved_floats();
-      w.open(b);
-      w.set_coefficients(i, j, b);
-      w.deltas(i, j, b);
-      if (w.reads) w.read_tokens(b);
-      w.normalise(b.n, w.Z2 + b.n * w.ldo, w.U + b.n * w.ldo, w.inv + b.n, w.Y);
-      float* y = c.y.at(i, j) + b.t * c.y.t;
-      if (c.residual)
-        for (long r = 0; r < b.n; ++r)
-          for (long x = 0; x < w.op; x += VL)
-            store(w.Y + r * w.ldo + x, load(w.Y + r * w.ldo + x) + load(w.KQ + (b.n + r) * w.ldd + x));
-      copy_out(w.Y, w.ldo, b.n, c.dout, y, c.y.t);
-      if (b.written) w.update(b);
-      if (b.last) {
-        carried = true;
-        transpose_exact(w.A1t, w.ldh, c.din, c.h, c.A_out[0] + m * c.h * c.din, c.din);
-        transpose_exact(w.A2t, w.ldo, c.h, c.dout, c.A_out[1] + m * c.dout * c.h, c.h);
-      }
-    }
-    for (int l = 0; l < 2 && !carried; ++l) {
-      size_t n = (size_t)c.h * (l ? c.dout : c.din);
-      memcpy(c.A_out[l] + m * n, c.A[l] + m * n, n * 4);
-    }
-    transpose_exact(w.WS1, w.ldh, c.din, c.h, c.W_out[0] + m * c.h * c.din, c.din);
-    transpose_exact(w.WS1 + c.din * w.ldh, w.ldh, c.din, c.h, c.S_out[0] + m * c.h * c.din, c.din);
-    transpose_exact(w.WS2, w.ld2, c.h, c.dout, c.W_out[1] + m * c.dout * c.h, c.h);
-    transpose_exact(w.WS2 + w.op, w.ld2, c.h, c.dout, c.S_out[1] + m * c.dout * c.h, c.h);
+    store_deep(w, c, m, run_blocks(w, c, i, j, blocks, c.saved ? c.saved + m * c.blocks * w.saved_floats() : nullptr));
   }
 }
 

@@ -15,46 +15,81 @@ inline void fold_stage(R* x) {
   if constexpr (S > 1) fold_stage<S / 2>(x);
 }
 
-// out[r] = sum of the lanes of each(r), VL rows at a time: a transpose that adds on the way.
-template <class F>
-inline void fold_rows(long rows, float* out, F each) {
+// Rows in groups of four, so that x and q are loaded once for four rows; VL rows' lanes are folded together.
+template <class Four, class One>
+inline void by_rows(long rows, float* out, Four four, One one) {
   long r = 0;
   for (; r + VL <= rows; r += VL) {
-    R x[VL];
-#pragma GCC unroll 16
-    for (int i = 0; i < VL; ++i) x[i] = each(r + i);
-    fold_stage<VL / 2>(x);
-    store(out + r, x[0]);
+    R lanes[VL];
+    for (int i = 0; i < VL; i += 4) four(r + i, lanes + i);
+    fold_stage<VL / 2>(lanes);
+    store(out + r, lanes[0]);
   }
-  for (; r < rows; ++r) out[r] = sum(each(r));
+  for (; r < rows; ++r) out[r] = sum(one(r));
 }
 
-inline R dot_lanes(const float* w, const float* x, long n) { // x padded with zeros
-  R a{};
-  long j = 0;
-  for (; j + VL <= n; j += VL) a += load(w + j) * load(x + j);
-  if (j < n) a += load_some(w + j, n - j) * load(x + j);
-  return a;
+// out[r] = W[r] . x over n columns; x padded with zeros.
+__attribute__((noinline)) void dot_rows(long rows, long n, const float* W, const float* x, float* out) {
+  auto one = [=](long r) {
+    R a{};
+    for (long j = 0; j < n; j += VL) a += load_some(W + r * n + j, n - j) * load(x + j);
+    return a;
+  };
+  auto four = [=](long r, R* to) {
+    const float* w = W + r * n;
+    R a{}, b{}, c{}, d{};
+    long j = 0;
+    for (; j + VL <= n; j += VL) {
+      R e = load(x + j);
+      a += load(w + j) * e, b += load(w + n + j) * e, c += load(w + 2 * n + j) * e, d += load(w + 3 * n + j) * e;
+    }
+    if (j < n) {
+      R e = load(x + j);
+      a += load_some(w + j, n - j) * e, b += load_some(w + n + j, n - j) * e;
+      c += load_some(w + 2 * n + j, n - j) * e, d += load_some(w + 3 * n + j, n - j) * e;
+    }
+    to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+  };
+  by_rows(rows, out, four, one);
 }
 
 struct StepGates {
   float theta, eta, keep;
 };
 
-// Row r of one layer: S <- eta S - theta delta x, W <- keep W + (1 - keep) init + S; returns the lanes of W . q (new or old weights).
-inline R step_row(const StepGates& g, float delta, const float* x, const float* q, const float* W, const float* S, const float* init,
-                  float* W1, float* S1, long n, bool old) {
-  R y{};
-  float step = g.theta * delta;
-  for (long j = 0; j < n; j += VL) {
-    long k = n - j;
-    R w = load_some(W + j, k), s = g.eta * load_some(S + j, k) - step * load(x + j);
+// One layer: S <- eta S - theta delta x, W <- keep W + (1 - keep) init + S, row by row; out[r] = W[r] . q with the new weights, or the old.
+template <bool Init, bool Old>
+__attribute__((noinline)) void step_rows(long rows, long n, StepGates g, const float* delta, const float* x, const float* q, const float* W,
+                                         const float* S, const float* init, float* W1, float* S1, float* out) {
+  auto vec = [=](long at, float step, R xj, R qj, long k) { // k: numbers left in the row
+    R w = load_some(W + at, k), s = g.eta * load_some(S + at, k) - step * xj;
     R u = g.keep * w + s;
-    if (init) u += (1 - g.keep) * load_some(init + j, k);
-    store_some(S1 + j, s, k), store_some(W1 + j, u, k);
-    y += (old ? w : u) * load(q + j);
-  }
-  return y;
+    if (Init) u += (1 - g.keep) * load_some(init + at, k);
+    store_some(S1 + at, s, k), store_some(W1 + at, u, k);
+    return (Old ? w : u) * qj;
+  };
+  auto one = [=](long r) {
+    R y{};
+    for (long j = 0; j < n; j += VL) y += vec(r * n + j, g.theta * delta[r], load(x + j), load(q + j), n - j);
+    return y;
+  };
+  auto four = [=](long r, R* to) {
+    R a{}, b{}, c{}, d{};
+    float s0 = g.theta * delta[r], s1 = g.theta * delta[r + 1], s2 = g.theta * delta[r + 2], s3 = g.theta * delta[r + 3];
+    long at = r * n, j = 0;
+    for (; j + VL <= n; j += VL) {
+      R xj = load(x + j), qj = load(q + j);
+      a += vec(at + j, s0, xj, qj, VL), b += vec(at + n + j, s1, xj, qj, VL);
+      c += vec(at + 2 * n + j, s2, xj, qj, VL), d += vec(at + 3 * n + j, s3, xj, qj, VL);
+    }
+    if (j < n) {
+      R xj = load(x + j), qj = load(q + j);
+      a += vec(at + j, s0, xj, qj, n - j), b += vec(at + n + j, s1, xj, qj, n - j);
+      c += vec(at + 2 * n + j, s2, xj, qj, n - j), d += vec(at + 3 * n + j, s3, xj, qj, n - j);
+    }
+    to[0] = a, to[1] = b, to[2] = c, to[3] = d;
+  };
+  by_rows(rows, out, four, one);
 }
 
 void deep_step(const DeepCall& c, long begin, long end) {
@@ -79,8 +114,8 @@ void deep_step(const DeepCall& c, long begin, long end) {
     if (A1o != A1) memcpy(A1o, A1, n1 * 4), memcpy(A2o, A2, n2 * 4);
     if (opens) A1 = W1, A2 = W2; // read only until the rows below are updated
     bool anchored = c.read == 2;
-    auto hidden = [&](const float* w, const float* x) { fold_rows(h, z, [&](long r) { return dot_lanes(w + r * d, x, d); }); };
-    auto output = [&](const float* w) { fold_rows(o, z2, [&](long r) { return dot_lanes(w + r * h, a, h); }); };
+    auto hidden = [&](const float* w, const float* x) { dot_rows(h, d, w, x, z); };
+    auto output = [&](const float* w) { dot_rows(o, h, w, a, z2); };
     auto finish = [&] { // z2 -> y
       norm_row(c, op, z2, ones, scale, shift, u, z2);
       float* y = c.y.at(i, j);
@@ -139,13 +174,10 @@ void deep_step(const DeepCall& c, long begin, long end) {
     // layer 2 needs the key's hidden features while the query's are being made
     float* key_features = slope;
     memcpy(key_features, a, hp * 4);
-    fold_rows(h, z, [&](long r) {
-      return step_row(g[0], D1[r], k, q, W1 + r * d, S1 + r * d, I1 ? I1 + r * d : nullptr, W1o + r * d, S1o + r * d, d, old);
-    });
+    auto rows = I1 ? (old ? step_rows<true, true> : step_rows<true, false>) : (old ? step_rows<false, true> : step_rows<false, false>);
+    rows(h, d, g[0], D1, k, q, W1, S1, I1, W1o, S1o, z);
     if (!anchored) activate(nullptr);
-    fold_rows(o, z2, [&](long r) {
-      return step_row(g[1], D2[r], key_features, a, W2 + r * h, S2 + r * h, I2 ? I2 + r * h : nullptr, W2o + r * h, S2o + r * h, h, old);
-    });
+    rows(o, h, g[1], D2, key_features, a, W2, S2, I2, W2o, S2o, z2);
     if (!anchored) finish();
   }
 }

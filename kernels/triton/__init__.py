@@ -10,10 +10,10 @@ _HOMES = {
     "linear_exact": "kernels.triton.linear",
     "linear_stale": "kernels.triton.linear",
     "deep": "kernels.triton.mlp",
-    "newton_schulz": "kernels.triton.newton_schulz",
+    "newton_schulz": "kernels.triton.orthogonalise",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

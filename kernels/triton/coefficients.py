@@ -12,33 +12,42 @@ The Omega rule writes sum_{r<w} gamma_{t,r} u_{t-r} in place of u_t: G, Gp and G
 before the chunk and its own, with Gamma[t, t + w - 1 - r] = gamma_{t,r} (ATLAS, equations 9 and 16).
 """
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels.triton.cut import Cut, span
+from kernels.triton.target import COUNTS, some
 
 FLOOR = tl.constexpr(1e-6)  # of keep and eta, as in `kernels.coefficients`
 
 
-@dataclass(frozen=True)
-class Coefficients:
+class Rows(NamedTuple):
+    """The rows that W_t, or W_{t-1}, is read with; unwritten behind the last token of a chunk."""
+
+    G: torch.Tensor  # (N, X, C', J')
+    b: torch.Tensor  # (N, X, C')
+    f: torch.Tensor  # (N, X, C')
+
+
+class Coefficients(NamedTuple):
     """N = streams x heads (x layers) rows, X chunks of at most C tokens in blocks of C', J' >= C + w - 1 keys a block."""
 
-    G: torch.Tensor | None  # (N, X, C', J') for W_t
-    b: torch.Tensor | None  # (N, X, C')
-    f: torch.Tensor | None  # (N, X, C')
-    Gp: torch.Tensor | None  # (N, X, C', J') for W_{t-1}
-    bp: torch.Tensor | None  # (N, X, C')
-    fp: torch.Tensor | None  # (N, X, C')
+    after: Rows | None  # G, b, f, for W_t
+    before: Rows | None  # Gp, bp, fp, for W_{t-1}
     g: torch.Tensor  # (N, X, J') row of G at the last token of the chunk
     s: torch.Tensor  # (N, X, J') row of GS there
     end: torch.Tensor  # (N, X, 3) b, f, m there; 1, 0, 1 for a chunk without tokens
 
-    def parts(self) -> tuple[torch.Tensor | None, ...]:
-        return (self.G, self.b, self.f, self.Gp, self.bp, self.fp, self.g, self.s, self.end)
+
+def new_rows(cut: Cut, like: torch.Tensor, N: int) -> Rows:
+    return Rows(cut.blocks(like, N, cut.tokens, cut.keys), cut.blocks(like, N, cut.tokens), cut.blocks(like, N, cut.tokens))
 
 
 @triton.jit
@@ -66,7 +75,7 @@ def _looks(gamma_p, at, t, col, W: tl.constexpr):
     return tl.load(gamma_p + at * W + lag, mask=(lag >= 0) & (lag < W), other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _forward(
     theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, G_p, b_p, f_p, Gp_p, bp_p, fp_p, g_p, s_p, end_p,
     length, chunks, stride, per, layers,
@@ -74,8 +83,8 @@ def _forward(
     HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """One warp a chunk: lanes are columns, which do not meet; the rows are the recurrences themselves, in order."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     stream = n // per
     start, count = span(starts_p, stream, stride, x)
     slot = n * chunks + x
@@ -111,7 +120,7 @@ def _forward(
     tl.store(end_p + slot * 3 + 2, m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _backward(
     theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, dG_p, db_p, df_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p,
     rows_p, numbers_p, dtheta_p, deta_p, dalpha_p, dgamma_p, length, chunks, stride, per, layers,
@@ -119,8 +128,8 @@ def _backward(
     HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """The recurrences once more, keeping the rows before each token, then back through them."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     stream = n // per
     start, count = span(starts_p, stream, stride, x)
     slot = n * chunks + x
@@ -157,9 +166,7 @@ def _backward(
         t = count - 1 - back
         token = start + t
         at = n * length + token
-        theta, eta, keep, writes = _gates(
-            theta_p, eta_p, alpha_p, live_p, at, stream * length + token, MOMENTUM, DECAY, HAS_LIVE
-        )
+        theta, eta, keep, writes = _gates(theta_p, eta_p, alpha_p, live_p, at, stream * length + token, MOMENTUM, DECAY, HAS_LIVE)
         row = slot * BC + t
         if AFTER:
             dg += tl.load(dG_p + row * BJ + col, mask=keys, other=0.0)
@@ -208,8 +215,7 @@ class Gates:
 
 def _arguments(gates: Gates, cut: Cut) -> tuple[torch.Tensor, ...]:
     """Pointers of the inputs; a program never follows one that stands for None."""
-    given = (gates.theta, gates.eta, gates.alpha, gates.gamma, cut.starts, cut.live)
-    return tuple(gates.theta if x is None else x for x in given)
+    return some(gates.theta, gates.theta, gates.eta, gates.alpha, gates.gamma, cut.starts, cut.live)
 
 
 def _meta(gates: Gates, cut: Cut, after: bool, before: bool) -> dict[str, object]:
@@ -219,16 +225,20 @@ def _meta(gates: Gates, cut: Cut, after: bool, before: bool) -> dict[str, object
     }  # fmt: skip
 
 
+def _pointers(unused: torch.Tensor, after: Rows | None, before: Rows | None) -> tuple[torch.Tensor, ...]:
+    return (*(after or (unused,) * 3), *(before or (unused,) * 3))
+
+
 def coefficients(gates: Gates, cut: Cut, *, after: bool, before: bool) -> Coefficients:
-    N, BC, BJ = gates.theta.shape[0], cut.tokens, cut.keys
-    reads = [cut.blocks(gates.theta, N, *size) if wanted else None
-             for wanted in (after, before) for size in ((BC, BJ), (BC,), (BC,))]  # fmt: skip
-    g, s, end = (cut.blocks(gates.theta, N, size) for size in (BJ, BJ, 3))
-    _forward[(cut.chunks, N)](
-        *_arguments(gates, cut), *(gates.theta if read is None else read for read in reads), g, s, end,
+    theta = gates.theta
+    N = theta.shape[0]
+    seen_after, seen_before = (new_rows(cut, theta, N) if wanted else None for wanted in (after, before))
+    g, s, end = (cut.blocks(theta, N, size) for size in (cut.keys, cut.keys, 3))
+    _forward[(N, cut.chunks)](
+        *_arguments(gates, cut), *_pointers(theta, seen_after, seen_before), g, s, end,
         cut.length, cut.chunks, cut.stride, gates.per, gates.layers, **_meta(gates, cut, after, before),
     )  # fmt: skip
-    return Coefficients(*reads, g, s, end)
+    return Coefficients(seen_after, seen_before, g, s, end)
 
 
 def coefficients_backward(
@@ -237,19 +247,13 @@ def coefficients_backward(
     """Gradients of theta, eta, alpha (N, T) and gamma (N, T, w), from those of every part of the block."""
     theta = gates.theta
     N = theta.shape[0]
-    reads = (grad.G, grad.b, grad.f, grad.Gp, grad.bp, grad.fp)
-    dtheta, deta, dalpha = (
-        None if gate is None else torch.empty(theta.shape, device=theta.device) for gate in (theta, gates.eta, gates.alpha)
-    )
-    dgamma = None
-    if gates.gamma is not None:
-        dgamma = torch.empty(N, cut.length, cut.window, device=theta.device)
-    _backward[(cut.chunks, N)](
-        *_arguments(gates, cut), *(theta if read is None else read for read in reads), grad.g, grad.s, grad.end,
+    dtheta = torch.empty(theta.shape, device=theta.device)
+    deta, dalpha = (None if gate is None else torch.empty(theta.shape, device=theta.device) for gate in (gates.eta, gates.alpha))
+    dgamma = None if gates.gamma is None else torch.empty(N, cut.length, cut.window, device=theta.device)
+    _backward[(N, cut.chunks)](
+        *_arguments(gates, cut), *_pointers(theta, grad.after, grad.before), grad.g, grad.s, grad.end,
         cut.blocks(theta, N, cut.tokens, 2, cut.keys), cut.blocks(theta, N, cut.tokens, 3),
-        *(theta if out is None else out for out in (dtheta, deta, dalpha, dgamma)),
-        cut.length, cut.chunks, cut.stride, gates.per, gates.layers,
-        **_meta(gates, cut, grad.G is not None, grad.Gp is not None),
+        dtheta, *some(theta, deta, dalpha, dgamma), cut.length, cut.chunks, cut.stride, gates.per, gates.layers,
+        **_meta(gates, cut, grad.after is not None, grad.before is not None),
     )  # fmt: skip
-    assert dtheta is not None
     return dtheta, deta, dalpha, dgamma

@@ -12,6 +12,9 @@ Rows are tokens; with `C` the coefficient block and A = (Q K^T) o G,
 States are kept transposed (d_k, d_v) between kernels.
 """
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +22,9 @@ import triton
 import triton.language as tl
 
 from kernels.triton import target
-from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
+from kernels.triton.coefficients import Coefficients, Gates, Rows, coefficients, coefficients_backward, new_rows
 from kernels.triton.cut import LARGEST_CHUNK, Cut, fixed_cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, stages, storage, tile
+from kernels.triton.target import COUNTS, LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
 
 @triton.jit
@@ -54,15 +57,15 @@ def _solve(N, row, BC: tl.constexpr, PREC: tl.constexpr):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prepare(
-    k_p, v_p, Gp_p, bp_p, fp_p, Kb_p, Kf_p, Ve_p, T_p, starts_p, length, chunks, stride, per, dk, dv,
+    k_p, v_p, Gp_p, bp_p, fp_p, Kb_p, Kf_p, Ve_p, T_p, starts_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Exact: the inverse T applied to [bp o K | fp o K | V], so that the state kernel only multiplies."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     row = tl.arange(0, BC)
@@ -82,22 +85,23 @@ def _prepare(
         put(Ve_p, slot * BC, row, BC, vcol, dv, dv, matmul(T, v, DT, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state(
     k_p, v_p, Kb_p, Kf_p, Ve_p, g_p, s_p, end_p, starts_p, carried_p, last_p, W_p, S_p, anchor_p,
-    E_p, Ws_p, Ss_p, Wout_p, Sout_p, anchorout_p, length, chunks, stride, per, dk, dv,
+    E_p, Ws_p, Ss_p, Wout_p, Sout_p, anchorout_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Errors of every chunk and the state at its start; one program a head and tile of value columns."""
-    vcol = tl.program_id(0) * BV + tl.arange(0, BV)
-    n = tl.program_id(1).to(tl.int64)
+    vcol = tl.program_id(1) * BV + tl.arange(0, BV)
+    n = tl.program_id(0).to(tl.int64)
     kcol = tl.arange(0, BK)
     col = tl.arange(0, BJ)
-    at = (n * dv + vcol)[None, :] * dk + kcol[:, None]
+    base = n * dv * dk
+    at = vcol[None, :] * dk + kcol[:, None]
     inside = (kcol < dk)[:, None] & (vcol < dv)[None, :]
-    Wt = tl.load(W_p + at, mask=inside, other=0.0).to(tl.float32)
-    St = tl.load(S_p + at, mask=inside, other=0.0).to(tl.float32)
+    Wt = tl.load(W_p + base + at, mask=inside, other=0.0).to(tl.float32)
+    St = tl.load(S_p + base + at, mask=inside, other=0.0).to(tl.float32)
     for x in range(0, chunks):
         start, count = span(starts_p, n // per, stride, x)
         slot = n * chunks + x
@@ -115,28 +119,28 @@ def _state(
             anchor = Wt
             if x == 0:
                 if tl.load(carried_p + n // per) != 0:
-                    anchor = tl.load(anchor_p + at, mask=inside, other=0.0).to(tl.float32)
+                    anchor = tl.load(anchor_p + base + at, mask=inside, other=0.0).to(tl.float32)
             E = matmul(k, anchor, DT, PREC) - tile(v_p, token, col, keys, vcol, dv, dv)
             if x == tl.load(last_p + n // per):
-                tl.store(anchorout_p + at, anchor, mask=inside)
+                tl.store(anchorout_p + base + at, anchor, mask=inside)
         put(E_p, slot * BJ, col, keys, vcol, dv, dv, E)
         g = tl.load(g_p + slot * BJ + col, mask=col < keys, other=0.0)
         s = tl.load(s_p + slot * BJ + col, mask=col < keys, other=0.0)
         kt = tl.trans(k)
         Wt = tl.load(end_p + slot * 3) * Wt + tl.load(end_p + slot * 3 + 1) * St - matmul(kt, g[:, None] * E, DT, PREC)
         St = tl.load(end_p + slot * 3 + 2) * St - matmul(kt, s[:, None] * E, DT, PREC)
-    tl.store(Wout_p + at, Wt, mask=inside)
-    tl.store(Sout_p + at, St, mask=inside)
+    tl.store(Wout_p + base + at, Wt, mask=inside)
+    tl.store(Sout_p + base + at, St, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _output(
-    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, y_p, length, chunks, stride, per, dk, dv,
+    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, y_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -156,15 +160,15 @@ def _output(
         put(y_p, n * length + start, row, count, vcol, dv, dv, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prepare_backward(
-    q_p, k_p, G_p, starts_p, T_p, g_p, s_p, dy_p, J_p, Kg_p, Ks_p, length, chunks, stride, per, dk, dv,
+    q_p, k_p, G_p, starts_p, T_p, g_p, s_p, dy_p, J_p, Kg_p, Ks_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dE from the chunk's own outputs, J = -A^T dY, and the factors of dW, dS in it; exact: all times T^T."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -187,23 +191,24 @@ def _prepare_backward(
         put(J_p, slot * BJ, col, BJ, vcol, dv, dv, -matmul(At, dy, DT, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state_backward(
     q_p, k_p, Kg_p, Ks_p, J_p, b_p, f_p, bp_p, fp_p, g_p, s_p, end_p, starts_p, carried_p, last_p, dy_p, dW_p, dS_p, danchor_p,
-    dU_p, dWs_p, dSs_p, dWin_p, dSin_p, danchorin_p, length, chunks, stride, per, dk, dv,
+    dU_p, dWs_p, dSs_p, dWin_p, dSin_p, danchorin_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: dU (exact) or dE (stale) of every chunk and the gradient of its end state."""
-    vcol = tl.program_id(0) * BV + tl.arange(0, BV)
-    n = tl.program_id(1).to(tl.int64)
+    vcol = tl.program_id(1) * BV + tl.arange(0, BV)
+    n = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BC)
     col = tl.arange(0, BJ)
     kcol = tl.arange(0, BK)
-    at = (n * dv + vcol)[None, :] * dk + kcol[:, None]
+    base = n * dv * dk
+    at = vcol[None, :] * dk + kcol[:, None]
     inside = (kcol < dk)[:, None] & (vcol < dv)[None, :]
-    dW = tl.load(dW_p + at, mask=inside, other=0.0).to(tl.float32)
-    dS = tl.load(dS_p + at, mask=inside, other=0.0).to(tl.float32)
+    dW = tl.load(dW_p + base + at, mask=inside, other=0.0).to(tl.float32)
+    dS = tl.load(dS_p + base + at, mask=inside, other=0.0).to(tl.float32)
     for back in range(0, chunks):
         x = chunks - 1 - back
         start, count = span(starts_p, n // per, stride, x)
@@ -238,25 +243,26 @@ def _state_backward(
             last = tl.load(last_p + n // per)
             danchor = matmul(kt, dU, DT, PREC)
             if (x == last) | ((x == 0) & (last < 0)):
-                danchor += tl.load(danchor_p + at, mask=inside, other=0.0).to(tl.float32)
+                danchor += tl.load(danchor_p + base + at, mask=inside, other=0.0).to(tl.float32)
             ours = (x > 0) | (tl.load(carried_p + n // per) == 0)
             if ours & (last >= 0):  # the anchor was W
                 dW += danchor
                 danchor = tl.zeros_like(danchor)
             if x == 0:
-                tl.store(danchorin_p + at, danchor, mask=inside)
-    tl.store(dWin_p + at, dW, mask=inside)
-    tl.store(dSin_p + at, dS, mask=inside)
+                tl.store(danchorin_p + base + at, danchor, mask=inside)
+    tl.store(dWin_p + base + at, dW, mask=inside)
+    tl.store(dSin_p + base + at, dS, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _query_backward(
-    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p, length, chunks, stride, per, dk, dv,
+    q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -284,15 +290,15 @@ def _query_backward(
     put(dq_p, n * length + start, row, count, kcol, dk, dk, dq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _key_backward(
     q_p, k_p, G_p, Gp_p, bp_p, fp_p, g_p, s_p, starts_p, carried_p, E_p, dU_p, Ws_p, Ss_p, anchor_p, dWs_p, dSs_p, dy_p,
-    dk_p, dv_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk, dv,
+    dk_p, dv_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -333,15 +339,15 @@ def _key_backward(
             dkS += matmul(dU, tl.trans(Ss), DT, PREC)
         else:
             if carried != 0:
-                at = (n * dv + vcol)[None, :] * dk + kcol[:, None]
+                at = vcol[None, :] * dk + kcol[:, None]
                 inside = (kcol < dk)[:, None] & (vcol < dv)[None, :]
-                Ws = tl.load(anchor_p + at, mask=inside, other=0.0).to(tl.float32)
+                Ws = tl.load(anchor_p + n * dv * dk + at, mask=inside, other=0.0).to(tl.float32)
         dkU += matmul(dU, tl.trans(Ws), DT, PREC)
         if W == 1:
             put(dv_p, token, col, keys, vcol, dv, dv, -dU)
         else:  # a key lies in the windows of two chunks
-            at = (token + col)[:, None] * dv + vcol[None, :]
-            tl.atomic_add(dv_p + at, -dU, mask=(col < keys)[:, None] & (vcol < dv)[None, :])
+            at = col[:, None] * dv + vcol[None, :]
+            tl.atomic_add(dv_p + token * dv + at, -dU, mask=(col < keys)[:, None] & (vcol < dv)[None, :])
     tl.store(dend_p + slot * 3, db)
     tl.store(dend_p + slot * 3 + 1, df)
     tl.store(dend_p + slot * 3 + 2, dm)
@@ -368,18 +374,8 @@ def _key_backward(
     if W == 1:
         put(dk_p, token, col, keys, kcol, dk, dk, grad)
     else:
-        at = (token + col)[:, None] * dk + kcol[None, :]
-        tl.atomic_add(dk_p + at, grad, mask=(col < keys)[:, None] & (kcol < dk)[None, :])
-
-
-class _Saved(NamedTuple):
-    """What the forward pass leaves to the backward pass."""
-
-    block: Coefficients
-    T: torch.Tensor | None
-    E: torch.Tensor
-    Ws: torch.Tensor
-    Ss: torch.Tensor
+        at = col[:, None] * dk + kcol[None, :]
+        tl.atomic_add(dk_p + token * dk + at, grad, mask=(col < keys)[:, None] & (kcol < dk)[None, :])
 
 
 class _Sizes(NamedTuple):
@@ -394,44 +390,51 @@ def _sizes(k: torch.Tensor, v: torch.Tensor) -> _Sizes:
     return _Sizes(dk, dv, block(dk), min(block(dv), 16 if k.dtype == torch.float32 else 32))
 
 
-def _warps(cut: Cut, sizes: _Sizes) -> int:
-    return 8 if max(cut.keys, sizes.BK) > 32 else 4
+def _options(q: torch.Tensor, cut: Cut, sizes: _Sizes) -> dict[str, int]:
+    """Three products for one leave float32 fewer registers to keep loads in."""
+    return target.options(2 if q.dtype == torch.float32 else 3, small=max(cut.keys, sizes.BK) <= 32)
 
 
 def _run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: Gates, W: torch.Tensor, S: torch.Tensor,
     anchor: torch.Tensor | None, cut: Cut, read: str, keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, _Saved]:  # fmt: skip
-    """q, k, v (N, T (+ c - 1), d), states (N, d_v, d_k); anchor None: the exact form."""
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:  # fmt: skip
+    """q, k, v (N, T (+ c - 1), d), states (N, d_v, d_k); anchor None: the exact form.
+
+    Results (y, W, S[, anchor]), and what the backward pass reads.
+    """
     N, exact = q.shape[0], anchor is None
     sizes = _sizes(k, v)
     dk, dv, BK, BV = sizes
     DT, PREC, kept = operand(q.dtype), target.precision(), storage(q.dtype)
     after = read == "after"
     coefs = coefficients(gates, cut, after=after, before=exact or not after)
-    grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
-    meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, "num_warps": _warps(cut, sizes), **stages(q)}
+    grid, common = (N, cut.chunks), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
+    meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, **_options(q, cut, sizes)}
     T = None
     Kb = Kf = Ve = k
     if exact:
+        assert coefs.before is not None
         Kb, Kf, Ve = (cut.blocks(q, N, cut.tokens, width, dtype=kept) for width in (dk, dk, dv))
         T = cut.blocks(q, N, cut.tokens, cut.tokens) if keep else None
         _prepare[grid](
-            k, v, coefs.Gp, coefs.bp, coefs.fp, Kb, Kf, Ve, Kb if T is None else T, cut.starts, *common,
-            BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, num_warps=meta["num_warps"], **stages(q),
+            k, v, *coefs.before, Kb, Kf, Ve, *some(Kb, T), cut.starts, *common,
+            BC=cut.tokens, BK=BK, BV=BV, KEEP=keep, DT=DT, PREC=PREC, **_options(q, cut, sizes),
         )  # fmt: skip
     E = cut.blocks(q, N, cut.keys, dv, dtype=kept)
     Ws, Ss = (cut.blocks(q, N, dk, dv, dtype=kept) for _ in range(2))
     Wout, Sout = torch.empty_like(W), torch.empty_like(S)
     anchorout = None if anchor is None else anchor.clone()
-    _state[(triton.cdiv(dv, BV), N)](
+    _state[(N, triton.cdiv(dv, BV))](
         k, v, Kb, Kf, Ve, coefs.g, coefs.s, coefs.end, cut.starts, *some(cut.starts, cut.carried, cut.last),
         W, S, *some(W, anchor), E, Ws, Ss, Wout, Sout, *some(Wout, anchorout), *common, EXACT=exact, **meta,
     )  # fmt: skip
     y = torch.empty(N, cut.length, dv, device=q.device, dtype=v.dtype)
-    seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
+    seen = coefs.after or coefs.before
+    assert seen is not None
     _output[grid](q, k, *seen, cut.starts, E, Ws, Ss, y, *common, BC=cut.tokens, **meta)
-    return y, Wout, Sout, anchorout, _Saved(coefs, T, E, Ws, Ss)
+    results = (y, Wout, Sout) if anchorout is None else (y, Wout, Sout, anchorout)
+    return results, (*seen, *(coefs.before or (None,) * 3), coefs.g, coefs.s, coefs.end, T, E, Ws, Ss)
 
 
 class _Memory(torch.autograd.Function):
@@ -443,36 +446,34 @@ class _Memory(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         gates = Gates(theta, eta, alpha, gamma, per)
         keep = any(ctx.needs_input_grad)
-        y, Wout, Sout, anchorout, saved = _run(q, k, v, gates, W, S, anchor, cut, read, keep)
+        results, saved = _run(q, k, v, gates, W, S, anchor, cut, read, keep)
         if keep:
-            ctx.save_for_backward(q, k, v, theta, eta, alpha, gamma, anchor, *saved.block.parts(), *saved[1:])
-            ctx.cut, ctx.per, ctx.read = cut, per, read
-        return y, Wout, Sout, *(() if anchorout is None else (anchorout,))
+            ctx.save_for_backward(q, k, v, theta, eta, alpha, gamma, anchor, *saved)
+            ctx.cut, ctx.per, ctx.after = cut, per, read == "after"
+        return results
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor, dW: torch.Tensor, dS: torch.Tensor, danchor: torch.Tensor | None = None) -> tuple[Any, ...]:
-        q, k, v, theta, eta, alpha, gamma, anchor, *rest = ctx.saved_tensors
-        fields = len(Coefficients.__dataclass_fields__)
-        coefs, (T, E, Ws, Ss) = Coefficients(*rest[:fields]), rest[fields:]
-        cut, after = ctx.cut, ctx.read == "after"
+        q, k, v, theta, eta, alpha, gamma, anchor, *saved = ctx.saved_tensors
+        seen, before, (g, s, end, T, E, Ws, Ss) = Rows(*saved[:3]), saved[3:6], saved[6:]
+        cut, after = ctx.cut, ctx.after
         gates = Gates(theta, eta, alpha, gamma, ctx.per)
         N, exact = q.shape[0], anchor is None
         sizes = _sizes(k, v)
         dk, dv, BK, BV = sizes
         kept = storage(q.dtype)
         dy, dW, dS = (grad.contiguous() for grad in (dy, dW, dS))
-        grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
+        grid, common = (N, cut.chunks), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
         meta = {
             "BC": cut.tokens, "BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window,
-            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": _warps(cut, sizes), **stages(q),
+            "DT": operand(q.dtype), "PREC": target.precision(), **_options(q, cut, sizes),
         }  # fmt: skip
-        seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
 
         J = cut.blocks(q, N, cut.keys, dv, dtype=kept)
         Kg, Ks = (cut.blocks(q, N, cut.tokens, dk, dtype=kept) for _ in range(2)) if exact else (k, k)
         _prepare_backward[grid](
-            q, k, seen[0], cut.starts, *some(J, T), coefs.g, coefs.s, dy, J, Kg, Ks, *common, EXACT=exact, **meta,
+            q, k, seen[0], cut.starts, *some(J, T), g, s, dy, J, Kg, Ks, *common, EXACT=exact, **meta,
         )  # fmt: skip
         dU = torch.empty_like(J)
         dWs, dSs = torch.empty_like(Ws), torch.empty_like(Ss)
@@ -480,30 +481,33 @@ class _Memory(torch.autograd.Function):
         danchorin = None
         if danchor is not None:
             danchor, danchorin = danchor.contiguous(), torch.empty_like(dW)
-        _state_backward[(triton.cdiv(dv, BV), N)](
-            q, k, Kg, Ks, J, *seen[1:], *some(J, coefs.bp, coefs.fp), coefs.g, coefs.s, coefs.end, cut.starts,
+        _state_backward[(N, triton.cdiv(dv, BV))](
+            q, k, Kg, Ks, J, *seen[1:], *some(J, *before[1:]), g, s, end, cut.starts,
             *some(cut.starts, cut.carried, cut.last), dy, dW, dS, *some(dW, danchor), dU, dWs, dSs, dWin, dSin,
             *some(dWin, danchorin), *common, EXACT=exact, **meta,
         )  # fmt: skip
 
         dq = torch.empty(q.shape, device=q.device, dtype=q.dtype)
-        read = Coefficients(*(None if part is None else torch.empty_like(part) for part in coefs.parts()))
-        dseen = (read.G, read.b, read.f) if after else (read.Gp, read.bp, read.fp)
+        dseen = new_rows(cut, q, N)
         _query_backward[grid](q, k, *seen, cut.starts, E, Ws, Ss, dy, dq, *dseen, *common, **meta)
         new = torch.empty if cut.window == 1 else torch.zeros
         dk_, dv_ = (new(x.shape, device=x.device, dtype=x.dtype if cut.window == 1 else torch.float32) for x in (k, v))
-        solve = Coefficients(*(None if part is None else torch.empty_like(part) for part in coefs.parts()))
+        dbefore = new_rows(cut, q, N) if exact else None
+        dg, ds, dend = (torch.empty_like(x) for x in (g, s, end))
         _key_backward[grid](
-            q, k, seen[0], *some(J, coefs.Gp, coefs.bp, coefs.fp), coefs.g, coefs.s, cut.starts, *some(cut.starts, cut.carried),
-            E, dU, Ws, Ss, *some(J, anchor), dWs, dSs, dy, dk_, dv_, *some(J, solve.Gp, solve.bp, solve.fp),
-            read.g, read.s, read.end, *common, EXACT=exact, **meta,
+            q, k, seen.G, *some(J, *before), g, s, cut.starts, *some(cut.starts, cut.carried),
+            E, dU, Ws, Ss, *some(J, anchor), dWs, dSs, dy, dk_, dv_, *(dbefore or (J,) * 3),
+            dg, ds, dend, *common, EXACT=exact, **meta,
         )  # fmt: skip
-        if exact and not after:  # rows before the write are both read and solved with
-            read = Coefficients(None, None, None, *(a + b for a, b in zip(dseen, (solve.Gp, solve.bp, solve.fp))), read.g, read.s, read.end)
-        elif exact:
-            read = Coefficients(read.G, read.b, read.f, solve.Gp, solve.bp, solve.fp, read.g, read.s, read.end)
-        dtheta, deta, dalpha, dgamma = coefficients_backward(gates, cut, read)
+        if dbefore is not None and not after:  # rows before the write are both read and solved with
+            dbefore = Rows(*(a + b for a, b in zip(dseen, dbefore, strict=True)))
+        grad = Coefficients(dseen if after else None, dbefore or (None if after else dseen), dg, ds, dend)
+        dtheta, deta, dalpha, dgamma = coefficients_backward(gates, cut, grad)
         return (dq, dk_.to(k.dtype), dv_.to(v.dtype), dtheta, deta, dalpha, dgamma, dWin, dSin, danchorin, None, None, None)
+
+
+EXACT_ROWS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # a chunk of the exact form: more spill registers
+PIECE = 256  # chunks a launch without autograd: the buffers between kernels do not grow with T
 
 
 def linear_exact(
@@ -512,8 +516,8 @@ def linear_exact(
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """As `kernels.linear.linear_exact`: q, k (B, H, T, d_k), v (B, H, T, d_v), gates (B, H, T), state (W, S) (B, H, d_v, d_k).
 
-    The state is float32 whatever the dtype of q, k, v. Raises ValueError for what only the torch form has: a forget gate
-    for each output row, decayed_error, widths above 128.
+    The state is float32 whatever the dtype of q, k, v; `chunk` is an upper limit. Raises ValueError for what only the torch
+    form has: a forget gate for each output row, decayed_error, widths above 128.
     """
     if decayed_error or (alpha is not None and alpha.dim() == 4):
         raise ValueError("linear_exact: channel-wise alpha and decayed_error have only the torch form")
@@ -521,6 +525,17 @@ def linear_exact(
     B, H, T, _ = q.shape
     if T == 0:
         return torch.zeros_like(v), state
+    chunk = min(chunk, EXACT_ROWS[q.dtype])
+    if not torch.is_grad_enabled() and T > PIECE * chunk:
+        outputs = []
+        for part in (slice(at, at + PIECE * chunk) for at in range(0, T, PIECE * chunk)):
+            gates = [None if x is None else x[:, :, part] for x in (eta, alpha)]
+            y, state = linear_exact(
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], gates[0], gates[1], state,
+                chunk=chunk, read=read, write=None if write is None else write[:, part],
+            )  # fmt: skip
+            outputs.append(y)
+        return torch.cat(outputs, 2), state
     cut = fixed_cut(T, chunk, write, q.device)
     y, W, S = _Memory.apply(*flat(q, k, v, theta, eta, alpha), None, *flat(*state), None, cut, H, read)
     return y.view(B, H, T, -1), type(state)(*(x.view(B, H, *x.shape[1:]) for x in (W, S)))
@@ -548,12 +563,23 @@ def linear_stale(
     if T == 0:
         return torch.zeros_like(v), state
     cut = phased_cut(T, chunk, state.phase, write, lags + 1)
+    piece = T if torch.is_grad_enabled() else PIECE * chunk
+    if cut.slots > LARGEST_CHUNK:
+        piece = LARGEST_CHUNK
+    if T > piece:
+        outputs = []
+        for part in (slice(at, at + piece) for at in range(0, T, piece)):
+            gates = [None if x is None else x[:, :, part] for x in (eta, alpha, gamma)]
+            y, state = linear_stale(
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], gates[0], gates[1], state,
+                chunk=chunk, read=read, write=None if write is None else write[:, part], gamma=gates[2],
+            )  # fmt: skip
+            outputs.append(y)
+        return torch.cat(outputs, 2), state
     keys, values = k, v
     if lags:
         keys, values = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)
-    y, W, S, anchor = _Memory.apply(
-        *flat(q, keys, values, theta, eta, alpha, gamma, state.W, state.S, state.anchor), cut, H, read
-    )
+    y, W, S, anchor = _Memory.apply(*flat(q, keys, values, theta, eta, alpha, gamma, state.W, state.S, state.anchor), cut, H, read)
     W, S, anchor = (x.view(B, H, *x.shape[1:]) for x in (W, S, anchor))
     tails = {"keys": keys[:, :, T:].to(state.keys.dtype), "values": values[:, :, T:].to(state.values.dtype)} if lags else {}
     return y.view(B, H, T, -1), state._replace(W=W, S=S, anchor=anchor, phase=cut.phase, **tails)

@@ -14,6 +14,9 @@ other kernels need anyway and which stays in the L2 cache. Reading is parallel o
 all chunks at once, the states from last to first, then the rest of the gradients of all chunks at once.
 """
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +24,11 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.network import Network
+from kernels.network import DEFAULT, Network
 from kernels.triton import target
-from kernels.triton.coefficients import Coefficients, Gates, coefficients, coefficients_backward
+from kernels.triton.coefficients import Coefficients, Gates, Rows, coefficients, coefficients_backward, new_rows
 from kernels.triton.cut import LARGEST_CHUNK, Cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, stages, storage, tile
+from kernels.triton.target import COUNTS, LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -82,10 +85,11 @@ def _last(g_p, s_p, end_p, slot, col, keys, BJ: tl.constexpr):
     return g, s, tl.load(end_p + slot * 3), tl.load(end_p + slot * 3 + 1), tl.load(end_p + slot * 3 + 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state(
     k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor1_p, anchor2_p, init1_p, init2_p, scale_p, shift_p,
-    W1_p, S1_p, W2_p, S2_p, Z1_p, Z2_p, D1_p, D2_p, out1_p, out2_p, length, chunks, stride, per, dk, dv, hidden, eps,
+    W1_p, S1_p, W2_p, S2_p, Z1_p, Z2_p, D1_p, D2_p, out1_p, out2_p,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -167,16 +171,16 @@ def _state(
         tl.debug_barrier()  # the next chunk reads slot x + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _output(
     q_p, k_p, G_p, b_p, f_p, starts_p, init1_p, init2_p, scale_p, shift_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
-    Z1q_p, Z2q_p, P_p, y_p, length, chunks, stride, per, dk, dv, hidden, eps,
+    Z1q_p, Z2q_p, P_p, y_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     head = n % per
     start, count = span(starts_p, n // per, stride, x)
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -225,19 +229,19 @@ def _output(
         put(Z2q_p, slot * BC, row, count, vcol, dv, dv, z2)
     if NORM:
         scale, shift = _affine(scale_p, shift_p, head, vcol, dv, AFFINE)
-        unit, inverse = _norm(z2, (vcol < dv)[None, :], dv, eps)
+        unit, _ = _norm(z2, (vcol < dv)[None, :], dv, eps)
         z2 = unit * scale + shift
     if RESIDUAL:
         z2 += q
     put(y_p, n * length + start, row, count, vcol, dv, dv, z2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _output_backward(
     q_p, k_p, G_p, b_p, f_p, starts_p, init1_p, init2_p, scale_p, shift_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     Z1q_p, Z2q_p, P_p, dy_p,
     dq_p, dk_p, dG_p, db_p, df_p, dW1_p, dS1_p, dW2_p, dS2_p, dinit1_p, dinit2_p, dA_p, dD1_p, dD2_p, dscale_p, dshift_p,
-    length, chunks, stride, per, dk, dv, hidden, eps,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -246,8 +250,8 @@ def _output_backward(
 
     Gates shared by the layers (L = 1) still get one gradient a layer here.
     """
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     head = n % per
     start, count = span(starts_p, n // per, stride, x)
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -265,7 +269,7 @@ def _output_backward(
     dz2 = dy
     if NORM:
         inside = (vcol < dv)[None, :]
-        scale, shift = _affine(scale_p, shift_p, head, vcol, dv, AFFINE)
+        scale, _ = _affine(scale_p, shift_p, head, vcol, dv, AFFINE)
         unit, inverse = _norm(tile(Z2q_p, slot * BC, row, count, vcol, dv, dv), inside, dv, eps)
         dz2 = _norm_backward(dy * scale, unit, inverse, inside, dv)
         if AFFINE:
@@ -341,12 +345,12 @@ def _output_backward(
     put(dk_p, slot * BJ, col, BJ, kcol, dk, dk, matmul(tl.trans(dA1), q, DT, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state_backward(
-    k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor1_p, anchor2_p, scale_p, shift_p,
-    W1_p, W2_p, Z1_p, Z2_p, D1_p, D2_p, dA_p, dD1_p, dD2_p, dout1_p, dout2_p,
+    k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor2_p, scale_p, shift_p,
+    W2_p, Z1_p, Z2_p, D1_p, D2_p, dA_p, dD1_p, dD2_p, dout1_p, dout2_p,
     dW1_p, dS1_p, dW2_p, dS2_p, danchor1_p, danchor2_p, dZ1_p, dR_p, dscale_p, dshift_p,
-    length, chunks, stride, per, dk, dv, hidden, eps,
+    length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
@@ -374,12 +378,10 @@ def _state_backward(
         token = n * (length + W - 1) + start
         slot = n * chunks + x
         at = n * (chunks + 1) + x
-        a1_p = W1_p + at * hidden * dk
         a2_p = W2_p + at * dv * hidden
         ours = 1  # the anchor is the state that the chunk starts with
         if x == 0:
             if carried != 0:
-                a1_p = anchor1_p + n * hidden * dk
                 a2_p = anchor2_p + n * dv * hidden
             if (carried != 0) | (last < 0):
                 ours = 0
@@ -467,18 +469,18 @@ def _state_backward(
         tl.store(dshift_p + n * dv + vcol, dshift, mask=vcol < dv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _key_backward(
     k_p, g_p, s_p, starts_p, carried_p, anchor1_p, init1_p, init2_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     dW1_p, dS1_p, dW2_p, dS2_p, dZ1_p, dR_p, dkq_p,
-    dk_p, dv_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk, dv, hidden, eps,
+    dk_p, dv_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
     BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BH: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys, values and the coefficients of the chunk's end, once those of all states are known."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     head = n % per
     start, count = span(starts_p, n // per, stride, x)
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -556,8 +558,8 @@ def _key_backward(
         put(dv_p, token, col, keys, vcol, dv, dv, -dr)
     else:  # a key lies in the windows of two chunks
         there = (col < keys)[:, None]
-        tl.atomic_add(dk_p + (token + col)[:, None] * dk + kcol[None, :], grad, mask=there & (kcol < dk)[None, :])
-        tl.atomic_add(dv_p + (token + col)[:, None] * dv + vcol[None, :], -dr, mask=there & (vcol < dv)[None, :])
+        tl.atomic_add(dk_p + token * dk + (col[:, None] * dk + kcol[None, :]), grad, mask=there & (kcol < dk)[None, :])
+        tl.atomic_add(dv_p + token * dv + (col[:, None] * dv + vcol[None, :]), -dr, mask=there & (vcol < dv)[None, :])
 
 
 class _Form:
@@ -571,17 +573,17 @@ class _Form:
         self.sizes = (cut.length, cut.chunks, cut.stride, heads, dk, dv, hidden)
         self.number = (*self.sizes, network.eps)
         self.meta: dict[str, Any] = {
-            "BJ": cut.keys, "BK": block(dk), "BV": block(dv), "BH": min(block(hidden), 32 if small else 64), "W": cut.window,
+            "BJ": cut.keys, "BK": block(dk), "BV": block(dv), "BH": min(block(hidden), 16 if small else 32), "W": cut.window,
             "L": layers, "NORM": network.norm, "RESIDUAL": network.residual, "INIT": init, "AFFINE": affine,
-            "DT": operand(q.dtype), "PREC": target.precision(), "num_warps": 8, **stages(q),
+            "DT": operand(q.dtype), "PREC": target.precision(), **target.options(1),
         }  # fmt: skip
 
 
 def _run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefs: Coefficients, seen: tuple[torch.Tensor | None, ...],
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, coefs: Coefficients, seen: Rows,
     W1: torch.Tensor, W2: torch.Tensor, S1: torch.Tensor, S2: torch.Tensor, anchor1: torch.Tensor, anchor2: torch.Tensor,
     init: tuple[torch.Tensor | None, ...], affine: tuple[torch.Tensor | None, ...], cut: Cut, form: _Form, keep: bool,
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:  # fmt: skip
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor | None, ...]]:  # fmt: skip
     """Results (y, W1, W2, S1, S2, anchor1, anchor2), and what the backward pass reads."""
     N, hidden, dv = q.shape[0], W1.shape[1], v.shape[-1]
 
@@ -601,13 +603,12 @@ def _run(
     )  # fmt: skip
     Z1q, Z2q, P = (cut.blocks(q, N, cut.tokens, size, dtype=form.kept) if keep else None for size in (hidden, dv, cut.keys))
     y = torch.empty(N, cut.length, dv, device=q.device, dtype=v.dtype)
-    _output[(cut.chunks, N)](
+    _output[(N, cut.chunks)](
         q, k, *seen, cut.starts, *fixed, W1s, S1s, W2s, S2s, Z1, D1, D2, *some(Z1, Z1q, Z2q, P), y,
         *form.number, BC=cut.tokens, KEEP=keep, **form.meta,
     )  # fmt: skip
     ends = (x[:, -1].contiguous() for x in (W1s, W2s, S1s, S2s))
-    kept = (W1s, S1s, W2s, S2s, Z1, Z2, D1, D2, Z1q, Z2q, P) if keep else ()
-    return (y, *ends, out1, out2), kept
+    return (y, *ends, out1, out2), (W1s, S1s, W2s, S2s, Z1, Z2, D1, D2, Z1q, Z2q, P)
 
 
 class _Memory(torch.autograd.Function):
@@ -621,12 +622,11 @@ class _Memory(torch.autograd.Function):
         gates = Gates(theta, eta, alpha, gamma, heads * layers, layers)
         after = read == "after"
         coefs = coefficients(gates, cut, after=after, before=not after)
-        seen = (coefs.G, coefs.b, coefs.f) if after else (coefs.Gp, coefs.bp, coefs.fp)
+        seen = coefs.after or coefs.before
+        assert seen is not None
         form = _Form(q, k, v, W1.shape[1], network, heads, cut, layers, init1 is not None, scale is not None)
         keep = any(ctx.needs_input_grad)
-        results, kept = _run(
-            q, k, v, coefs, seen, W1, W2, S1, S2, anchor1, anchor2, (init1, init2), (scale, shift), cut, form, keep
-        )
+        results, kept = _run(q, k, v, coefs, seen, W1, W2, S1, S2, anchor1, anchor2, (init1, init2), (scale, shift), cut, form, keep)
         if keep:
             inputs = (q, k, v, theta, eta, alpha, gamma, anchor1, anchor2, init1, init2, scale, shift)
             ctx.save_for_backward(*inputs, *seen, coefs.g, coefs.s, coefs.end, *kept)
@@ -642,7 +642,7 @@ class _Memory(torch.autograd.Function):
         cut, form = ctx.cut, ctx.form
         gates = Gates(theta, eta, alpha, gamma, *ctx.gates)
         N, dv = q.shape[0], v.shape[-1]
-        grid, tokens = (cut.chunks, N), {"BC": cut.tokens}
+        grid, tokens = (N, cut.chunks), {"BC": cut.tokens}
         dy = dy.contiguous()
         dW1, dW2, dS1, dS2 = (torch.empty_like(x) for x in (W1s, W2s, S1s, S2s))
         for buffer, grad in zip((dW1, dW2, dS1, dS2), dends, strict=False):
@@ -652,21 +652,21 @@ class _Memory(torch.autograd.Function):
 
         dq = torch.empty_like(q)
         dkq = cut.blocks(q, N, cut.keys, k.shape[-1], dtype=form.kept)
-        dG, db, df = (cut.blocks(q, 2 * N, *sizes) for sizes in ((cut.tokens, cut.keys), (cut.tokens,), (cut.tokens,)))
+        rows = new_rows(cut, q, 2 * N)
         dg, ds, dend = (cut.blocks(q, 2 * N, size) for size in (cut.keys, cut.keys, 3))
         dinit1, dinit2 = (None if x is None else cut.blocks(q, N, *x.shape[1:]) for x in (init1, init2))
         dA, dD1, dZ1, dD2, dR = (torch.empty_like(x) for x in (Z1, D1, Z1, D2, D2))
         read_scale, read_shift = (None if x is None else cut.blocks(q, N, dv) for x in (scale, shift))
         _output_backward[grid](
             q, k, *seen, cut.starts, *fixed, W1s, S1s, W2s, S2s, Z1, D1, D2, Z1q, Z2q, P, dy,
-            dq, dkq, dG, db, df, dW1, dS1, dW2, dS2, *some(dq, dinit1, dinit2), dA, dD1, dD2, *some(dq, read_scale, read_shift),
+            dq, dkq, *rows, dW1, dS1, dW2, dS2, *some(dq, dinit1, dinit2), dA, dD1, dD2, *some(dq, read_scale, read_shift),
             *form.number, **tokens, **form.meta,
         )  # fmt: skip
         danchor1, danchor2 = torch.zeros_like(anchor1), torch.zeros_like(anchor2)
         write_scale, write_shift = (None if x is None else torch.empty(N, dv, device=q.device) for x in (scale, shift))
         _state_backward[(N,)](
-            k, v, g, s, end, cut.starts, cut.carried, cut.last, anchor1, anchor2, *affine,
-            W1s, W2s, Z1, Z2, D1, D2, dA, dD1, dD2, dout1, dout2,
+            k, v, g, s, end, cut.starts, cut.carried, cut.last, anchor2, *affine,
+            W2s, Z1, Z2, D1, D2, dA, dD1, dD2, dout1, dout2,
             dW1, dS1, dW2, dS2, danchor1, danchor2, dZ1, dR, *some(dq, write_scale, write_shift), *form.number, **form.meta,
         )  # fmt: skip
         new, kind = (torch.empty, None) if cut.window == 1 else (torch.zeros, torch.float32)
@@ -684,11 +684,10 @@ class _Memory(torch.autograd.Function):
         if read_scale is not None and read_shift is not None:
             dscale = (read_scale.sum(1) + write_scale).view(-1, heads, dv).sum(0)
             dshift = (read_shift.sum(1) + write_shift).view(-1, heads, dv).sum(0)
-        parts = (dG, db, df)
         if ctx.gates[1] == 1:  # shared gates: the layers' gradients add up
-            parts = tuple(_over_layers(part) for part in parts)
+            rows = Rows(*(_over_layers(part) for part in rows))
             dg, ds, dend = (_over_layers(part) for part in (dg, ds, dend))
-        grads = Coefficients(*(parts if ctx.after else (None,) * 3), *((None,) * 3 if ctx.after else parts), dg, ds, dend)
+        grads = Coefficients(rows if ctx.after else None, None if ctx.after else rows, dg, ds, dend)
         dtheta, deta, dalpha, dgamma = coefficients_backward(gates, cut, grads)
         if dgamma is not None:
             dgamma = dgamma.view(N, -1, *dgamma.shape[1:]).sum(1)
@@ -714,7 +713,7 @@ PIECE = 64  # chunks a launch without autograd: the buffer of chunk-start states
 
 def deep(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, theta: torch.Tensor, eta: torch.Tensor | None, alpha: torch.Tensor | None,
-    state: Any, *, init: Sequence[torch.Tensor] | None, chunk: int = 16, network: Network = Network(),
+    state: Any, *, init: Sequence[torch.Tensor] | None, chunk: int = 16, network: Network = DEFAULT,
     affine: tuple[torch.Tensor, torch.Tensor] | None = None, read: str = "after", write: torch.Tensor | None = None,
     gamma: torch.Tensor | None = None, exact_last: bool = False,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
@@ -743,18 +742,21 @@ def deep(
     target.require("deep", q, k, v, theta, *optional, *state.W, *state.S, *state.anchor)
     if T == 0:
         return torch.zeros_like(v), state
-    if not torch.is_grad_enabled() and T > PIECE * chunk:
+    cut = phased_cut(T, chunk, state.phase, write, lags + 1)
+    piece = T if torch.is_grad_enabled() else PIECE * chunk
+    if cut.slots > LARGEST_CHUNK:
+        piece = LARGEST_CHUNK
+    if T > piece:
         outputs = []
-        for at in range(0, T, PIECE * chunk):
-            part = slice(at, at + PIECE * chunk)
+        for part in (slice(at, at + piece) for at in range(0, T, piece)):
+            gates = [None if x is None else x[:, :, part] for x in (eta, alpha)]
             y, state = deep(
-                *(x[:, :, part] for x in (q, k, v, theta)), *(None if x is None else x[:, :, part] for x in (eta, alpha)), state,
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], gates[0], gates[1], state,
                 init=init, chunk=chunk, network=network, affine=affine, read=read, write=None if write is None else write[:, part],
                 gamma=None if gamma is None else gamma[:, :, part],
             )  # fmt: skip
             outputs.append(y)
         return torch.cat(outputs, 2), state
-    cut = phased_cut(T, chunk, state.phase, write, lags + 1)
     keys, values = k, v
     if lags:
         keys, values = torch.cat([state.keys.to(k.dtype), k], 2), torch.cat([state.values.to(v.dtype), v], 2)

@@ -1,5 +1,8 @@
 """What the device at hand asks of a kernel: operand type and precision of products, block sizes."""
 
+# The bodies of kernels are another language, which no type checker follows.
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
 from typing import Any
 
 import torch
@@ -7,6 +10,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+COUNTS = ["length", "chunks", "stride", "per", "layers"]  # arguments of every call: none may cost a compilation
 LARGEST_WIDTH = 128  # a program holds whole rows of keys; wider ones would spill registers on every target
 
 
@@ -37,19 +41,23 @@ def storage(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def precision() -> str:
-    """Three tensor-core products for one of float32; HIP has no tf32. `ieee` would run on no tensor core at all."""
-    return "bf16x3" if torch.version.hip else "tf32x3"
-
-
 def block(size: int) -> int:
     """Smallest block that holds `size` and that tensor cores take."""
     return max(16, triton.next_power_of_2(size))
 
 
-def stages(q: torch.Tensor) -> dict[str, int]:
-    """Loads in flight: three products for one leave float32 fewer registers to keep them in."""
-    return {"num_stages": 2} if q.dtype == torch.float32 else {}
+def is_hip() -> bool:
+    return torch.version.hip is not None
+
+
+def precision() -> str:
+    """Three tensor-core products for one of float32; HIP has no tf32. `ieee` would run on no tensor core at all."""
+    return "bf16x3" if is_hip() else "tf32x3"
+
+
+def options(stages: int, small: bool = False) -> dict[str, int]:
+    """Warps of a program and loads in flight. Four wavefronts of HIP have as many lanes as eight warps, and 512 registers each."""
+    return {"num_warps": 4 if small or is_hip() else 8, "num_stages": 1 if is_hip() else stages}
 
 
 def some(unused: torch.Tensor, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -69,12 +77,15 @@ def matmul(x, y, DT: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def tile(p, base, row, rows, col, cols, width):
-    """Rows `base + row` of a matrix of `width` columns, float32, zero outside."""
-    at = (base + row)[:, None] * width + col[None, :]
-    return tl.load(p + at, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
+    """Rows `base + row` of a matrix of `width` columns, float32, zero outside.
+
+    Only the base may exceed 32 bits: addresses of 64 bits for each element would take most registers of a kernel.
+    """
+    at = row[:, None] * width + col[None, :]
+    return tl.load(p + base * width + at, mask=(row < rows)[:, None] & (col < cols)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
 def put(p, base, row, rows, col, cols, width, value):
-    at = (base + row)[:, None] * width + col[None, :]
-    tl.store(p + at, value.to(p.dtype.element_ty), mask=(row < rows)[:, None] & (col < cols)[None, :])
+    at = row[:, None] * width + col[None, :]
+    tl.store(p + base * width + at, value.to(p.dtype.element_ty), mask=(row < rows)[:, None] & (col < cols)[None, :])

@@ -92,6 +92,7 @@ class TitansForecaster(BaseEstimator):
         chosen = np.random.default_rng(self.seed).permutation(len(y))[:MAX_SERIES]
         chosen.sort()
         rows = self._rows(grid, y[chosen], observed[chosen], seasons)
+        torch.manual_seed(self.seed)
         model = Forecaster(config)
         start = self._fresh(model, rows, border)
         stride = max(1, math.ceil(len(chosen) * border / MAX_WINDOWS))
@@ -99,9 +100,10 @@ class TitansForecaster(BaseEstimator):
         valid = torch.arange(border, total - self.horizon + 1, stride)
         (train_windows, valid_windows), _ = replay(model, start, rows, [train, valid])
         try:
-            self.forecaster_, self.line_ = fit_line(model, train_windows, valid_windows)
+            self.line_ = fit_line(model, train_windows, valid_windows)
         except ValueError as error:
             raise UserError(f"{error}: too many values are missing, or no series is as long as look-back and horizon") from error
+        self.forecaster_ = model
         settings = Training(epochs=self.epochs, seed=self.seed)
         tell = None if progress is None else (lambda epoch, error: progress(epoch, self.epochs, error))
         self.valid_error_ = fit_network(self.forecaster_, train_windows, valid_windows, settings, tell)
@@ -158,7 +160,7 @@ class TitansForecaster(BaseEstimator):
             one = select(state, [at])
             with torch.inference_mode():
                 one = self.forecaster_.observe(
-                    one, torch.from_numpy(y)[None], torch.from_numpy(seen)[None], torch.from_numpy(phase(ds))[None]
+                    one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(phase(ds))[None]
                 )
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]
@@ -184,10 +186,7 @@ class TitansForecaster(BaseEstimator):
         model = self.forecaster_
         points, around = [], []
         with torch.inference_mode():
-            x, _ = found.relative_to(model.config.level)
-            # The level of the model, from that of the windows (the last value).
-            level = found.level if model.config.level == "last" else found.level - found.unit * found.gap.double()
-            for part, base, unit in zip(x.split(4096), level.split(4096), found.unit.split(4096), strict=True):
+            for part, base, unit in zip(found.x.split(4096), found.level.split(4096), found.unit.split(4096), strict=True):
                 middle = model.centre_of(part)
                 spread = model.roughness(part) ** model.config.spread
                 points.append(base[:, None] + unit[:, None] * middle)
@@ -245,7 +244,7 @@ class TitansForecaster(BaseEstimator):
             "frequency": self.frequency_,
             "parameters": {**self.get_params(), "quantiles": list(self.quantiles)},
             "forecaster": self.forecaster_.config.to_json(),
-            "line": dataclasses.asdict(self.line_),
+            "line": {k: v for k, v in dataclasses.asdict(self.line_).items() if math.isfinite(v)},
             "valid_error": self.valid_error_,
         }
 
@@ -260,7 +259,7 @@ class TitansForecaster(BaseEstimator):
         parameters = {**config["parameters"], "quantiles": tuple(config["parameters"]["quantiles"])}
         loaded = cls(**parameters)
         loaded.forecaster_ = load_weights(weights, ForecasterConfig.from_json(config["forecaster"]))
-        loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**config["line"]), config["valid_error"]
+        loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**{"gap_penalty": math.inf, "error": math.nan, **config["line"]}), config["valid_error"]
         loaded.ids_, loaded.last_ds_ = (), np.array([])
         loaded.state_ = loaded.forecaster_.initial_state(0)
         return loaded

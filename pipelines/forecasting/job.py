@@ -119,8 +119,8 @@ def train(
     store = tracking.open_store(tracking_uri)
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
-        "horizon": horizon, "seed": seed, "epochs": epochs, "level": model.line_.level, "penalty": model.line_.penalty,
-        "weighted": model.line_.weighted, "backtest_origins": len(origins),
+        "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
+        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(origins),
     }  # fmt: skip
     metrics = {f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)}
     with tracking.run(store, f"train {model_name}", params=params) as run:

@@ -161,7 +161,7 @@ def _same(a: float, b: float) -> bool:
 
 
 class Clock:
-    """Order, lateness and repeats of one stream. Its state is small and JSON (`dump`, `load`)."""
+    """Order, lateness and repeats of one stream. Its state is small and JSON (`dump`, `load`; NaN becomes null)."""
 
     __slots__ = ("ahead", "buffer", "last", "newest", "recent")
 
@@ -245,7 +245,7 @@ class Clock:
     def load(cls, data: list[Any]) -> Clock:
         clock = cls()
         clock.last, clock.newest = data[0], data[1]
-        clock.buffer = [(ds, y, event) for ds, y, event in data[2]]
-        clock.recent = deque((ds, y, event) for ds, y, event in data[3])
+        clock.buffer = [(ds, math.nan if y is None else y, event) for ds, y, event in data[2]]
+        clock.recent = deque((ds, math.nan if y is None else y, event) for ds, y, event in data[3])
         clock.ahead = None if data[4] is None else (data[4][0], data[4][1])
         return clock

@@ -80,6 +80,26 @@ def test_any_split_of_calls_is_one_call(case: Case, read: str) -> None:  # T6
         close(got, want)
 
 
+@pytest.mark.parametrize("lags", [1, 3])
+@pytest.mark.parametrize("loss", ["l2", "dot"])
+@pytest.mark.parametrize("read", ["after", "before", "anchor"])
+def test_token_by_token_is_one_call(lags: int, loss: str, read: str) -> None:  # T6, the direct step of a live stream
+    case = fixed_case(T=11, chunk=4, lags=lags)
+    for masked in (False, True):
+        write = torch.rand(2, case.T, generator=torch.Generator().manual_seed(3)) < (0.6 if masked else 2.0)
+        options = {"chunk": 4, "read": read, "loss": loss}
+        whole, end = linear_stale(*case.tokens, case.stale_state(), gamma=case.gamma, write=write if masked else None, **options)
+        state, pieces = case.stale_state(), []
+        for t in range(case.T):
+            at = slice(t, t + 1)
+            gamma = None if case.gamma is None else case.gamma[:, :, at]
+            y, state = linear_stale(*(x[:, :, at] for x in case.tokens), state, gamma=gamma, write=write[:, at], **options)
+            pieces.append(y)
+        close(torch.cat(pieces, 2), whole)
+        for a, b in zip(state, end, strict=True):
+            close(a, b)
+
+
 @given(cases(matrix=True), st.integers(0, 2**16))
 def test_unwritten_tokens_leave_the_state_and_still_read(case: Case, seed: int) -> None:
     write = torch.rand(case.q.shape[0], case.T, generator=torch.Generator().manual_seed(seed)) < 0.6
@@ -165,6 +185,7 @@ def test_gates_at_their_limits() -> None:  # T9
     close(a, b, 1e-4)
 
 
+@pytest.mark.usefixtures("flushed_denormals")
 @pytest.mark.parametrize("alpha,eta", [(1.0, 0.5), (0.0, 0.0), (1.0, 0.0), (0.5, 1.0), (0.9999, 1e-8)])
 def test_float32_stays_finite_at_the_limits_over_4096_tokens(alpha: float, eta: float) -> None:  # T9
     g = torch.Generator().manual_seed(0)
@@ -192,8 +213,40 @@ def test_gradients_of_both_forms() -> None:  # T13
         y, state = linear_stale(*x[:6], start, chunk=3)
         return y, state.W, state.S, state.anchor
 
-    assert torch.autograd.gradcheck(exact, leaves(case))
-    assert torch.autograd.gradcheck(stale, leaves(case))
+    assert torch.autograd.gradcheck(exact, leaves(case), fast_mode=True)
+    assert torch.autograd.gradcheck(stale, leaves(case), fast_mode=True)
+
+
+@pytest.mark.parametrize("loss", ["l2", "dot"])
+def test_gradients_under_an_omega_window_with_gaps_and_by_row(loss: str) -> None:  # T13
+    case = fixed_case(T=5, chunk=2, B=1, H=1, d=3, lags=3)
+    assert case.gamma is not None
+    gaps = torch.tensor([[True, False, True, True, False]])
+    alpha = torch.sigmoid(case.v)
+
+    def omega(*x: Tensor) -> Tensor:
+        return linear_stale(*x[:6], case.stale_state(), chunk=2, gamma=x[6], loss=loss)[0]
+
+    def gappy(*x: Tensor) -> tuple[Tensor, ...]:
+        plain = case.stale_state()._replace(keys=case.k[:, :, :0], values=case.v[:, :, :0])
+        return linear_stale(*x, plain, chunk=2, write=gaps, loss=loss)[0], linear_exact(*x, case.matrix_state(), chunk=2, write=gaps)[0]
+
+    def by_row(*x: Tensor) -> Tensor:
+        return linear_exact(*x, case.matrix_state(), chunk=2)[0]
+
+    for run, inputs in ((omega, (*case.tokens, case.gamma)), (gappy, case.tokens), (by_row, (*case.tokens[:5], alpha))):
+        assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs], fast_mode=True)
+
+
+def test_half_precision_tokens_meet_a_float32_memory() -> None:
+    case = fixed_case(T=20)
+    tokens = [x.bfloat16() for x in case.tokens[:3]]
+    gates = [x.float() for x in case.tokens[3:]]
+    state = MatrixState(*(x.float() for x in case.matrix_state()))
+    y, end = linear_exact(*tokens, *gates, state)
+    want, _ = linear_exact(*(x.float() for x in tokens), *gates, state)
+    assert y.dtype == torch.bfloat16 and end.W.dtype == torch.float32
+    close(y, want.bfloat16())
 
 
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13

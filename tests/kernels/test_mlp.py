@@ -84,7 +84,25 @@ def test_any_split_of_calls_is_one_call(case: Case) -> None:  # T6
     close(state.values, end.values)
 
 
-@settings(max_examples=15)
+@pytest.mark.parametrize("form", list(DEEP))
+@pytest.mark.parametrize("lags", [1, 3])
+def test_token_by_token_is_one_call(form: str, lags: int) -> None:  # T6, the direct step of a live stream
+    case = fixed_case(form, T=9, chunk=4, B=2, lags=lags)
+    for hybrid in {False, lags == 1 and not case.network.norm}:
+        options = {"chunk": 4, "network": case.network, "affine": case.affine, "exact_last": hybrid}
+        for init in (case.init, None):
+            whole, end = deep(*case.tokens, case.deep_state(), init=init, gamma=case.gamma, **options)
+            state, pieces = case.deep_state(), []
+            for t in range(case.T):
+                gamma = None if case.gamma is None else case.gamma[:, :, t : t + 1]
+                y, state = deep(*(x[:, :, t : t + 1] for x in case.tokens), state, init=init, gamma=gamma, **options)
+                pieces.append(y)
+            close(torch.cat(pieces, 2), whole)
+            assert_same_state(state, end)  # type: ignore[arg-type]
+            close(state.keys, end.keys)
+
+
+@settings(max_examples=10)
 @given(cases(max_T=12), st.integers(0, 2**16), st.lists(st.integers(0, 63), min_size=3, max_size=3))
 def test_streams_write_or_not_and_stand_anywhere_in_their_chunks(case: Case, seed: int, phases: list[int]) -> None:  # T12
     B = case.q.shape[0]
@@ -172,6 +190,23 @@ def test_gradients(form: str, read: str) -> None:  # T13
         return y, *state.W, *state.S, *state.anchor
 
     assert torch.autograd.gradcheck(run, [x.clone().requires_grad_() for x in inputs], fast_mode=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_under_an_omega_window_or_with_gaps(masked: bool) -> None:  # T13
+    case = fixed_case("two layers, norm, residual", T=5, chunk=2, lags=1 if masked else 3)
+    write = torch.tensor([[True, False, True, True, False]]) if masked else None
+    assert masked or case.gamma is not None
+
+    def run(*x: Tensor) -> tuple[Tensor, ...]:
+        gamma = None if masked else x[6]
+        y, state = deep(
+            *x[:6], case.deep_state(), init=case.init, chunk=2, network=case.network, affine=case.affine, gamma=gamma, write=write
+        )
+        return y, *state.W, *state.S
+
+    inputs = [x.clone().requires_grad_() for x in (*case.tokens, *(() if masked else (case.gamma,)))]  # type: ignore[union-attr]
+    assert torch.autograd.gradcheck(run, inputs, fast_mode=True)
 
 
 def test_gradients_pass_through_the_inner_gradient() -> None:  # T13

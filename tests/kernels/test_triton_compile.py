@@ -54,7 +54,7 @@ def record(monkeypatch, call):
                 attributes[(at,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "i32"
-                if value % 16 == 0:
+                if value % 16 == 0 and not parameter.do_not_specialize:
                     attributes[(at,)] = [["tt.divisibility", 16]]
         key = (kernel.__name__, str(signature), str(constants))
         launches[key] = (kernel, signature, constants, attributes, options)
@@ -111,18 +111,45 @@ def call_linear(kind, dtype, d, chunk, window=1, B=2, H=2, T=256):
     out.sum().backward()
 
 
+def call_deep(dtype, d, hidden, chunk, window=1, B=2, H=2, T=256):
+    from kernels.mlp import DeepState
+    from kernels.triton import deep
+
+    q, k, v = (torch.zeros(B, H, T, d, dtype=dtype, requires_grad=True) for _ in range(3))
+    gates = [torch.zeros(B, H, T, 2, requires_grad=True) for _ in range(3)]
+    gamma = torch.zeros(B, H, T, window, requires_grad=True) if window > 1 else None
+    init = (torch.zeros(H, hidden, d), torch.zeros(H, d, hidden))
+    weights = tuple(torch.zeros(B, *x.shape) for x in init)
+    tail = torch.zeros(B, H, window - 1, d)
+    state = DeepState(weights, weights, weights, torch.zeros(B, dtype=torch.long), tail, tail)
+    affine = (torch.ones(H, d), torch.zeros(H, d))
+    out, _ = deep(q, k, v, *gates, state, init=init, chunk=chunk, affine=affine, gamma=gamma)
+    out.sum().backward()
+
+
+def call_newton_schulz(dtype, rows, cols):
+    from kernels.triton import newton_schulz
+
+    newton_schulz(torch.zeros(4, rows, cols, dtype=dtype, requires_grad=True)).sum().backward()
+
+
 CALLS = {
-    "exact, bf16, d 64, C 64": lambda: call_linear("exact", torch.bfloat16, 64, 64),
-    "exact, fp32, d 64, C 32": lambda: call_linear("exact", torch.float32, 64, 32),
-    "stale, bf16, d 64, C 16": lambda: call_linear("stale", torch.bfloat16, 64, 16),
-    "omega, bf16, d 64, C 16": lambda: call_linear("stale", torch.bfloat16, 64, 16, 8),
+    "exact bf16": lambda: call_linear("exact", torch.bfloat16, 64, 64),
+    "exact fp32": lambda: call_linear("exact", torch.float32, 64, 32),
+    "stale bf16": lambda: call_linear("stale", torch.bfloat16, 64, 16),
+    "omega bf16": lambda: call_linear("stale", torch.bfloat16, 64, 16, 8),
+    "deep bf16": lambda: call_deep(torch.bfloat16, 64, 128, 32),
+    "deep fp32": lambda: call_deep(torch.float32, 64, 128, 16),
+    "deep omega bf16": lambda: call_deep(torch.bfloat16, 64, 128, 16, 8),
+    "newton_schulz bf16": lambda: call_newton_schulz(torch.bfloat16, 64, 128),
+    "newton_schulz fp32": lambda: call_newton_schulz(torch.float32, 64, 128),
 }
 
 
 def gate(monkeypatch, name, gpu):
     monkeypatch.setattr(target, "require", lambda *_: None)
     if gpu.startswith("gfx"):
-        monkeypatch.setattr(target, "precision", lambda: "bf16x3")
+        monkeypatch.setattr(target, "is_hip", lambda: True)
     rows = []
     for kernel, signature, constants, attributes, options in record(monkeypatch, CALLS[name]):
         frozen = tuple((at, tuple(map(tuple, a))) for at, a in attributes.items())

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 import torch
 
-from pipelines.streaming.monitors import ANOMALOUS, LEVEL, SCALE, Monitors, tracked_steps
+from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL_BIT, Monitors, tracked_steps
 from tests.pipelines.toy_memory import ToyMemory
 
 SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
@@ -90,8 +90,17 @@ def test_intervals_keep_their_coverage(noise: str) -> None:
 
 def test_white_noise_raises_next_to_no_alarm() -> None:
     verdicts, _ = watch(np.random.default_rng(1).normal(size=(40, 1500)))
-    for bit in (LEVEL, SCALE, ANOMALOUS):
+    for bit in (LEVEL, SCALE, OUTLIER):
         assert sum(map(len, alarms(verdicts, bit))) <= 3, "at most one in 20,000 rows"
+
+
+def test_a_disturbance_is_unusual_once() -> None:
+    values = np.random.default_rng(3).normal(size=(20, 800))
+    values[:, 500:520] += 5 * np.random.default_rng(4).normal(size=(20, 20))
+    raised = alarms(watch(values)[0], UNUSUAL_BIT)
+    found = [[t for t in row if 500 <= t < 530] for row in raised]
+    assert sum(len(row) == 1 for row in found) >= 19, "one alarm for one disturbance"
+    assert sum(len(row) for row in raised) - sum(len(row) for row in found) <= 4
 
 
 def test_autocorrelated_noise_raises_next_to_no_level_drift() -> None:
@@ -111,7 +120,7 @@ def test_case_drift() -> None:
     values = pl.read_csv(path)["y"].to_numpy()[None].copy()
     states: list = []
     verdicts, _ = watch(values, seen=states)
-    level, scale, outliers = (alarms(verdicts, bit)[0] for bit in (LEVEL, SCALE, ANOMALOUS))
+    level, scale, outliers = (alarms(verdicts, bit)[0] for bit in (LEVEL, SCALE, OUTLIER))
     assert all(t >= 500 for t in level + scale), "no drift alarm before the first drift, the outlier included"
     assert any(501 <= t <= 560 for t in level)
     assert any(801 <= t <= 900 for t in scale)

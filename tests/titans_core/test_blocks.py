@@ -14,7 +14,8 @@ from titans_core import state as value
 from titans_core.blocks import Backbone
 from titans_core.config import BackboneConfig, ConfigError, MemoryConfig
 
-MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention", "lmm-stale", "mac-stale", "lmm-deep", "mac-deep", "mag-deep", "lmm-gated", "lmm-hybrid", "lmm-omega"]
+MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention"]
+MIXERS += ["lmm-stale", "mac-stale", "lmm-deep", "mac-deep", "mag-deep", "lmm-gated", "lmm-hybrid", "lmm-omega"]
 
 
 def model(mixer: str) -> Backbone:
