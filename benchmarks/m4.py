@@ -201,14 +201,13 @@ def tethys(which: Set, ids: list[str], train: Sequence[np.ndarray], seed: int) -
             # A series that begins later than the others has no past yet at early origins.
             old = (rows_seen[:, origins - 1] >= which.look_back).T.flatten() & (scale.repeat(len(origins)) > 0)
             k = (windows.unit / scale.repeat(len(origins)))[old].float()
-            kept.append((Windows(*(part[old] for part in (windows.x, windows.y, windows.gap, windows.level, windows.unit))), k))
+            kept.append((Windows(*(part[old] for part in (windows.x, windows.y, windows.level, windows.unit))), k))
             lowest.append(low.repeat(len(origins))[old])
             scales.append(scale.repeat(len(origins))[old])
-        weighted = [
-            Windows(w.x * k[:, None], w.y * k[:, None], w.gap * k, w.level, w.unit / k.double()) for w, k in kept
-        ]
-        model, line = fit_line(model, weighted[0], weighted[1], levels=("last",))
-        report.progress(f"line: penalty {line.penalty:g}, weighted {line.weighted}, validation {line.error:.4f}")
+        # Rows of least squares times k weigh k squared.
+        weighted = [Windows(w.x * k[:, None], w.y * k[:, None], w.level, w.unit / k.double()) for w, k in kept]
+        line = fit_line(model, weighted[0], weighted[1])
+        report.progress(f"line: penalty {line.penalty:g}, validation {line.error:.4f}")
         calibrate(model, kept[1][0])
         quantiles = model.forecast(state, phase[:, total:]).numpy()
         if floor_helps(model, kept[1][0], lowest[1], scales[1]):
@@ -221,10 +220,9 @@ def floor_helps(model: Any, valid: Any, lowest: Any, scale: Any) -> bool:
     """Whether the mean of relative MASE and relative sMAPE on validation falls when medians stay above `lowest` (N,)."""
     import torch
 
-    x, _ = valid.relative_to(model.config.level)
-    around = model.roughness(x) ** model.config.spread * model.offsets[:, LEVELS.index(0.5)]
+    around = model.roughness(valid.x) ** model.config.spread * model.offsets[:, LEVELS.index(0.5)]
     level, unit = valid.level[:, None], valid.unit[:, None]
-    truth, point = level + unit * valid.y, level + unit * (model.centre_of(x) + around)
+    truth, point = level + unit * valid.y, level + unit * (model.centre_of(valid.x) + around)
 
     def errors(p: Any) -> tuple[float, float]:
         error = (p - truth).abs()
