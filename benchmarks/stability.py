@@ -163,6 +163,7 @@ def rules(seed: int) -> dict[str, tuple[Callable[..., Any], Any, bool, float]]:
     from kernels.mlp import deep_state
     from kernels.muon import atlas, atlas_state
     from kernels.network import DEFAULT, MATRIX, Network
+    from kernels.omega import omega_exact, omega_state
 
     g = torch.Generator().manual_seed(seed + 2)
     h = 2 * D
@@ -209,7 +210,13 @@ def rules(seed: int) -> dict[str, tuple[Callable[..., Any], Any, bool, float]]:
         "titans deep, 3 layers": deeper(three),
         "titans deep, gated": deeper(gate, Network(gated=True)),
         "titans deep, exact last layer": deeper(two, hybrid, exact_last=True),
-        "omega matrix": stale(window=True),
+        "omega matrix exact": (
+            lambda q, k, v, t, e, a, s: omega_exact(q, k, v, t, e, a, lags(t), s),
+            omega_state(zero, 16, WINDOW),
+            False,
+            float(WINDOW),
+        ),
+        "omega matrix chunk-start": stale(window=True),
         "omega deep (OmegaNet)": deeper(two, window=True),
         "atlas matrix, Muon a token": muon([zero], MATRIX, 1),
         "atlas deep, Muon a chunk": muon(two, DEFAULT, CHUNK),
