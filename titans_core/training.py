@@ -211,9 +211,9 @@ def _error(m: _Moments, line: Tensor) -> float:
 def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
     """Set the model's line, ridge regression of the futures on the features; says how it was chosen.
 
-    The penalties are those with the least mean log error over rolling folds: two inside the training windows (each with a purge of at least
-    a horizon where the windows lie that dense) and validation. One period alone is a poor judge: errors of neighbouring seasons differ
-    more than those of neighbouring penalties. Futures with missing steps are filled with the line's own forecast and the line is solved
+    The penalty is the one with the least mean log error over rolling folds: two inside the training windows (an eighth of them left out
+    between fitting and judging) and validation. One period alone is a poor judge: errors of neighbouring seasons differ more than those of
+    neighbouring penalties. Futures with missing steps are filled with the line's own forecast and the line is solved
     again: missing cells then carry no weight. Raises ValueError where no training window has half of its future.
     """
     x, y = _usable(train)
@@ -231,14 +231,20 @@ def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
     complete = torch.isfinite(target).all(1)
     folds = [(_total(eighths[:a]), _total([eighths[i] for i in b])) for a, b in FOLDS if min(m.count for m in eighths)]
     final = _moments(held[complete], target[complete]) if bool(complete.any()) else None
+
+    def log_error(fit: _Moments, judge: _Moments, penalty: float, gap_penalty: float) -> float:
+        return math.log(max(_error(judge, _solve(fit, penalty, gap_penalty)), 1e-30))
+
+    def over_folds(penalty: float, gap_penalty: float) -> float:
+        pairs = folds if final is None else [*folds, (whole, final)]
+        return sum(log_error(fit, judge, penalty, gap_penalty) for fit, judge in pairs)
+
+    # Validation alone judges the pull back to the mean: where a series' mean is known from its training rows, folds inside them know
+    # what lies ahead of them.
+    gap_penalty = GAP_PENALTIES[0]
     if final is not None:
-        folds.append((whole, final))
-
-    def judged(choice: tuple[float, float]) -> float:
-        return sum(math.log(max(_error(judge, _solve(fit, *choice)), 1e-30)) for fit, judge in folds)
-
-    choices = [(p, g) for g in GAP_PENALTIES for p in PENALTIES]
-    penalty, gap_penalty = min(choices, key=judged)
+        gap_penalty = min(GAP_PENALTIES, key=lambda g: min(log_error(whole, final, p, g) for p in PENALTIES))
+    penalty = min(PENALTIES, key=lambda p: over_folds(p, gap_penalty))
     solved = _solve(whole, penalty, gap_penalty)
     model.line.copy_(solved)
     model.feature_mean.copy_(x.mean(0))
