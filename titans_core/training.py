@@ -105,7 +105,7 @@ def replay(
                 times = torch.where(known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots])
                 reads.append((values.flatten(0, 1), times.flatten(0, 1)))
             blocks = None if corrections is None else corrections(t)
-            x, level, unit = model.assemble(window, reads, *at_origin, blocks)
+            x, level, unit = model.assemble(window, reads, *at_origin, blocks=blocks)
         scale = torch.where(unit > 0, unit, 1.0)
         origin_level = level + state.centre.repeat(len(t)).unsqueeze(1)
         y = padded.unfold(1, c.horizon, 1)[:, t].transpose(0, 1).flatten(0, 1)
@@ -232,7 +232,7 @@ class _Moments(NamedTuple):
     gram: Tensor  # (d, d) float64, X'X
     cross: Tensor  # (d, H) float64, X'Y
     square: float  # sum of y^2
-    count: int
+    count: int  # type: ignore[assignment]  # windows, not tuple.count
 
 
 def _moments(x: Tensor, y: Tensor) -> _Moments:

@@ -383,4 +383,4 @@ def _steps_between(first: Any, second: Any, frequency: str) -> int:
     from pipelines.forecasting.calendar import steps
 
     a, b = (steps(np.array([d]), frequency)[0] for d in (first, second))
-    return cast(int, int(b - a))
+    return int(b - a)
