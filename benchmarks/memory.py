@@ -95,28 +95,6 @@ def ours(width: int, chunk: int, form: str) -> Any:
     return NeuralMemory(config)
 
 
-def layer(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
-    """NeuralMemory's forward under autograd, on the native kernels, its elementwise parts included. x (B, T, D)."""
-    import torch
-
-    from kernels import native
-    from titans_core.memory import MemoryState
-
-    config = module.config
-    u = module.qkv(x)
-    q, k, v = native.conv_heads(u, state.conv, module.conv.weight, HEADS, 1.0 if module.matrix else math.sqrt(config.width))
-    theta, eta, alpha = module._gates(x)
-    if module.matrix:
-        y, memory = native.linear_exact(q, k, v, theta, eta, alpha, state.memory, chunk=config.chunk, read=config.read)
-    else:
-        y, memory = native.deep(
-            q, k, v, theta, eta, alpha, state.memory, init=tuple(module.init), chunk=config.chunk, network=module.network, read=config.read
-        )
-    keep = config.conv - 1
-    tail = torch.cat((state.conv, u[:, -keep:]), 1)[:, -keep:]
-    return module.out(native.gated_norm(y, module.gate(x), module.norm.weight)), MemoryState(memory, tail)
-
-
 class Serving:
     """`module` without autograd for B streams, in place, in one native call. x (B, T, D)."""
 
@@ -198,7 +176,7 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
             sides[form] = (
                 Serving(module, batch).forward(x)
                 if direction == "forward"
-                else train(module, lambda m=module: layer(m, x, m.initial_state(batch))[0])
+                else train(module, lambda m=module: m(x, m.initial_state(batch))[0])
             )
         for name in PEERS:
             module = peer(name, width, chunk)

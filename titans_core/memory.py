@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import dispatch, linear
+from kernels.heads import convolve, next_tail, unit
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
 from kernels.network import Network, output
@@ -33,17 +34,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
 
 
-def unit(x: Tensor) -> Tensor:
-    """Rows of length one; a zero row stays zero, with a finite gradient (papers E.6.5)."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
-
-
 class CausalConv(nn.Module):
     """Depthwise causal convolution; the last size - 1 inputs are carried from call to call (B, size - 1, channels)."""
 
     def __init__(self, channels: int, size: int) -> None:
         super().__init__()
-        self.size = size
         self.weight = nn.Parameter(torch.zeros(size, channels))
         with torch.no_grad():
             self.weight[-1] = 1.0  # starts as the identity
@@ -51,14 +46,7 @@ class CausalConv(nn.Module):
 
     def forward(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
         """x (B, T, channels), tail -> (y, next tail)."""
-        if self.size == 1:
-            return x * self.weight[0], tail
-        padded = torch.cat((tail, x), dim=1)
-        length = x.shape[1]
-        y = padded[:, :length] * self.weight[0]
-        for lag in range(1, self.size):
-            y = y + padded[:, lag : lag + length] * self.weight[lag]
-        return y, padded[:, length:]
+        return convolve(x, tail, self.weight), next_tail(x, tail)
 
 
 Memory = MatrixState | StaleState | DeepState
@@ -137,8 +125,7 @@ class NeuralMemory(nn.Module):
 
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """Reads (B, H, T, d) and layer input (B, T, D) -> layer output (B, T, D)."""
-        normed: Tensor = self.norm(y).transpose(1, 2).flatten(-2)
-        out: Tensor = self.out(normed * F.silu(self.gate(x)))
+        out: Tensor = self.out(dispatch.gated_norm(y, self.gate(x), self.norm.weight))
         return out
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -156,9 +143,10 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
-        mixed, tail = self.conv(self.qkv(x), state.conv)
-        q, k, v = F.silu(mixed).chunk(3, dim=-1)
-        q, k, v = self._keys(q), self._keys(k), self._heads(v)
+        u = self.qkv(x)
+        length = 1.0 if self.matrix else math.sqrt(config.width)
+        q, k, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, length)
+        tail = next_tail(u, state.conv)
         theta, eta, alpha = self._gates(x)
         gamma = None
         if config.window > 1:

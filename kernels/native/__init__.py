@@ -36,6 +36,7 @@ __all__ = [
     "linear_step_",
     "select_width",
     "status",
+    "supports",
     "supports_deep",
     "supports_linear",
 ]
@@ -124,6 +125,16 @@ def _empty_rows(x: Tensor, d: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- matrix memory
 
 
+def supports(*tensors: Tensor) -> str:
+    """Empty if the native kernels run here and take tensors of this dtype and device, else why not."""
+    if not status().available:
+        return status().reason
+    for x in tensors:
+        if x.dtype is not torch.float32 or x.device.type != "cpu":
+            return f"native kernels are float32 on the CPU, not {x.dtype} on {x.device}"
+    return ""
+
+
 def supports_linear(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, state: MatrixState, decayed_error: bool = False) -> str:
     """Empty if `linear_exact` here can take the call, else why not."""
     if not status().available:
@@ -132,10 +143,7 @@ def supports_linear(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, state
         return "decayed_error is not native"
     if alpha is not None and alpha.dim() == 4:
         return "channel-wise forgetting is not native"
-    for x in (q, k, v, *state):
-        if x.dtype is not torch.float32 or x.device.type != "cpu":
-            return f"native kernels are float32 on the CPU, not {x.dtype} on {x.device}"
-    return ""
+    return supports(q, k, v, *state)
 
 
 def linear_exact(
@@ -224,10 +232,7 @@ def supports_deep(
         return "native deep memories have the l2 loss and plain hidden features"
     if gamma is not None or state.keys.shape[2] or exact_last:
         return "the Omega window and the exact last layer are not native"
-    for x in (q, k, v, *state.W, *state.S, *state.anchor):
-        if x.dtype is not torch.float32 or x.device.type != "cpu":
-            return f"native kernels are float32 on the CPU, not {x.dtype} on {x.device}"
-    return ""
+    return supports(q, k, v, *state.W, *state.S, *state.anchor)
 
 
 def deep(

@@ -38,7 +38,7 @@ void layer_forward(const tethys::StepCall& call, long begin, long end) {
   alignas(LinearForward) char linear_room[sizeof(LinearForward)];
   alignas(Deep) char deep_room[sizeof(Deep)];
   struct Held {
-    float *WS, *WS1, *WS2, *A1t, *A2t;
+    float *WS, *WS1, *WS2, *I1, *I2, *A1t, *A2t;
     bool wrote;
   };
   std::vector<Held> held(H);
@@ -48,11 +48,16 @@ void layer_forward(const tethys::StepCall& call, long begin, long end) {
   } else {
     deep = new (deep_room) Deep(s, c.deep, false);
     for (auto& e : held)
-      e = {nullptr, s.zeros(3 * d * deep->ldh), s.zeros(c.deep.h * deep->ld2), s.zeros(d * deep->ldh), s.zeros(c.deep.h * deep->ldo), false};
+      e = {nullptr, s.zeros(2 * d * deep->ldh), s.zeros(c.deep.h * deep->ld2), s.zeros(d * deep->ldh), s.zeros(c.deep.h * deep->ldo),
+           s.zeros(d * deep->ldh), s.zeros(c.deep.h * deep->ldo), false};
   }
   auto use = [&](long j) {
-    if (linear) linear->w.WS = held[j].WS;
-    else deep->WS1 = held[j].WS1, deep->WS2 = held[j].WS2, deep->A1t = held[j].A1t, deep->A2t = held[j].A2t;
+    if (linear) {
+      linear->w.WS = held[j].WS;
+    } else {
+      const Held& e = held[j];
+      deep->WS1 = e.WS1, deep->WS2 = e.WS2, deep->I1 = e.I1, deep->I2 = e.I2, deep->A1t = e.A1t, deep->A2t = e.A2t;
+    }
   };
   std::vector<Block> blocks;
   h.B = 1, h.u_b = 0, h.u = p, h.u_t = c.width, h.out = qkv, h.tail = tail;
