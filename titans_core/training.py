@@ -105,7 +105,7 @@ def replay(
                 times = torch.where(known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots])
                 reads.append((values.flatten(0, 1), times.flatten(0, 1)))
             blocks = None if corrections is None else corrections(t)
-            x, level, unit = model.assemble(window, reads, *at_origin, blocks=blocks)
+            x, level, unit = model.assemble(window, reads, at_origin[0], at_origin[1], at_origin[2], blocks)
         scale = torch.where(unit > 0, unit, 1.0)
         origin_level = level + state.centre.repeat(len(t)).unsqueeze(1)
         y = padded.unfold(1, c.horizon, 1)[:, t].transpose(0, 1).flatten(0, 1)
