@@ -8,8 +8,8 @@ first whose targets are all test rows; errors are means over origins, steps and 
 to t has been seen by any weight or state (`benchmarks/leak_probe.py` proves it).
 
 last_value; ridge: one closed-form map for all channels, relative to the last value; ridge_carried: with running means and profiles beside
-the window. frozen: fitted on training and validation rows. online: recursive least squares, forgetting 0.999 a row, penalty 1e3, re-solved
-every quarter of a day, each window learnt once its whole target is there. tethys_frozen: the forecaster, chosen on validation rows, its
+the window. frozen: fitted on training and validation rows. online: recursive least squares at every row, forgetting 0.999, penalty 1e3,
+each window learnt once its whole target is there. tethys_frozen: the forecaster, chosen on validation rows, its
 line then solved on training and validation rows. tethys_online: the same weights with an outcome memory for every channel by itself.
 
 Keys: figures.DATASET.MODEL.HORIZON.{mse,mae}; figures.DATASET.HORIZON.best_online_ridge, and under `summary` the ratios of tethys_online.
@@ -114,19 +114,19 @@ def naive(data: Dataset, horizon: int, first: int, score: Scorer) -> None:
     score("last_value", first, np.repeat(data.values[origins - 1][:, :, None], horizon, axis=2))
 
 
-def ridges(data: Dataset, horizon: int, first: int, score: Scorer, *, refresh: int) -> None:
+def ridges(data: Dataset, horizon: int, first: int, score: Scorer) -> None:
     """Frozen and online, with and without carried state. One map for all channels."""
     from pipelines.forecasting.baselines import Ridge, RidgeCarried
 
     profiles = ((data.day, (0.1, 0.02)), (7 * data.day, (0.2,)))
     rates = (0.003 * 24 / data.day, 0.0005 * 24 / data.day)
-    score_ridge("ridge", Ridge(horizon, LOOK_BACK), data, horizon, first, score, refresh)
+    score_ridge("ridge", Ridge(horizon, LOOK_BACK), data, horizon, first, score)
     score_ridge(
-        "ridge_carried", RidgeCarried(horizon, LOOK_BACK, mean_rates=rates, profiles=profiles), data, horizon, first, score, refresh
+        "ridge_carried", RidgeCarried(horizon, LOOK_BACK, mean_rates=rates, profiles=profiles), data, horizon, first, score
     )
 
 
-def score_ridge(name: str, ridge: Ridge, data: Dataset, horizon: int, first: int, score: Scorer, refresh: int) -> None:
+def score_ridge(name: str, ridge: Ridge, data: Dataset, horizon: int, first: int, score: Scorer) -> None:
     import numpy as np
 
     T, C = data.values.shape
@@ -160,10 +160,18 @@ def score_ridge(name: str, ridge: Ridge, data: Dataset, horizon: int, first: int
     for a in range(first, end, 4096):
         score(f"{name}_frozen", a, forecast(a, min(end, a + 4096), frozen))
     gram, cross, learnt = ridge.penalty * np.eye(d), np.zeros((d, horizon)), 0
-    for a in range(first, end, refresh):
+    for a in range(first, end, data.day):
+        # Solved anew once a day, so that rounding cannot add up; from row to row by Woodbury's identity, which is the same solution.
         learn(a, FORGETTING)
-        weights = np.linalg.solve(gram + 1e-6 * np.eye(d), cross).astype(np.float32)
-        score(f"{name}_online", a, forecast(a, min(end, a + refresh), weights))
+        inverse = np.linalg.inv(gram + 1e-6 * np.eye(d))
+        weights = inverse @ cross
+        for t in range(a, min(end, a + data.day)):
+            score(f"{name}_online", t, forecast(t, t + 1, weights.astype(np.float32)))
+            row = x[t - horizon - LOOK_BACK + 1].astype(np.float64)  # (C, d), the window whose last target is row t
+            held = row @ inverse
+            gain = np.linalg.solve(FORGETTING * np.eye(C) + held @ row.T, held)  # (C, d)
+            weights += gain.T @ (y[t - horizon - LOOK_BACK + 1] - row @ weights)
+            inverse = (inverse - gain.T @ held) / FORGETTING
 
 
 def rows_of(data: Dataset, model: Forecaster) -> Rows:
@@ -311,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
                 scores[model].add(forecasts, truth[at : at + len(forecasts)])
 
             naive(data, horizon, first, score)
-            ridges(data, horizon, first, score, refresh=max(1, data.day // 4))
+            ridges(data, horizon, first, score)
             speed = tethys(data, horizon, first, score, seed=args.seed)
             for model in MODELS:
                 table[model][str(horizon)] = scores[model].figures()
