@@ -208,39 +208,14 @@ def trained(data: Dataset, horizon: int, seed: int) -> tuple[Forecaster, Windows
     between = torch.arange(data.train - horizon + 1, data.train)
     groups, _ = replay(model, model.initial_state(len(rows.y)), rows, [train, valid, between])
     line = fit_line(model, groups[0], groups[1])
-    error = fit_network(model, groups[0], groups[1], Training(seed=seed))
+    error = fit_network(model, line, groups[0], groups[1], Training(seed=seed))
     together = Windows(*(torch.cat([getattr(g, f.name) for g in groups]) for f in dataclasses.fields(Windows)))
     helps = error < 0.99 * line.error
     report.progress(f"{data.name} {horizon}: validation error {line.error:.4f} line, {error:.4f} with the network ({line})")
     if not helps:
-        model = alone(model)
-        model.line.copy_(resolved(together, line, LOOK_BACK))
+        model = Forecaster(dataclasses.replace(config, hidden=0))
+        fit_line(model, together, Windows(*(getattr(together, f.name)[:0] for f in dataclasses.fields(Windows))))
     return model, together
-
-
-def alone(model: Forecaster) -> Forecaster:
-    """The line without the network."""
-    from titans_core.forecaster import Forecaster
-
-    line = Forecaster(dataclasses.replace(model.config, hidden=0))
-    line.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("net.")})
-    return line
-
-
-def resolved(windows: Windows, line: Any, look_back: int) -> Any:
-    """The line with the settings that validation chose, on more windows (`titans_core.training.fit_line` states the problem)."""
-    import torch
-
-    x, y = windows.x, windows.y
-    weight = 1.0 / (1.0 + x[:, :look_back].var(1, correction=0)) if line.weighted else torch.ones(len(x))
-    gram = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
-    cross = torch.zeros(x.shape[1], y.shape[1], dtype=torch.float64)
-    for a, b, w in zip(x.split(8192), y.split(8192), weight.split(8192), strict=True):
-        gram += ((a * w.unsqueeze(1)).mT @ a).double()
-        cross += ((a * w.unsqueeze(1)).mT @ b).double()
-    diagonal = torch.full((len(gram),), line.penalty, dtype=torch.float64)
-    diagonal[-2] = min(line.gap_penalty, 1e12)
-    return torch.linalg.solve(gram + float(weight.mean()) * diagonal.diag(), cross).float()
 
 
 def origins_in_order(model: Forecaster, data: Dataset) -> Iterator[tuple[int, Windows]]:
