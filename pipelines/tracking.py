@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import tempfile
+import warnings
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,7 +106,9 @@ class Run:
 
     def log_dataset(self, frame: pl.DataFrame, *, name: str, source: str, context: str = "training") -> str:
         """Names the data with a digest of its rows; returns the digest."""
-        dataset = from_polars(frame, source=source, name=name)
+        with warnings.catch_warnings():  # MLflow warns that a local path might be two kinds of local source
+            warnings.simplefilter("ignore", UserWarning)
+            dataset = from_polars(frame, source=source, name=name)
         mlflow.log_input(dataset, context=context)
         return str(dataset.digest)
 

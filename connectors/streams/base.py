@@ -22,6 +22,8 @@ from connectors.errors import UserError
 
 # Larger than any sensible event; a runaway producer must not fill the memory of the worker.
 MAX_RECORD_BYTES = 1 << 20
+# No measured quantity is larger; sentinels such as 1e308 would overflow every sum of squares of a memory.
+LARGEST_VALUE = 1e30
 # Only the head of a refused record is kept with its dead letter.
 DEAD_LETTER_BYTES = 4096
 
@@ -132,8 +134,8 @@ def parse_value(value: Any) -> float:
         if value.lower() in ("", "nan", "na", "null", "none"):
             return math.nan
     number = float(value)
-    if math.isinf(number):
-        raise ValueError("infinite value")
+    if abs(number) > LARGEST_VALUE:
+        raise ValueError(f"value {number} is beyond {LARGEST_VALUE:g}")
     return number
 
 

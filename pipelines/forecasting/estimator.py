@@ -65,7 +65,7 @@ class TitansForecaster(BaseEstimator):
         self.frequency = frequency
 
     def fit(self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None) -> TitansForecaster:
-        """Train on a long frame (`unique_id, ds, y`) or a panel. progress(epoch, epochs, validation error) is called after each epoch.
+        """Train on a long frame (`unique_id, ds, y`) or a panel. progress(epoch, epochs, error) is called after each epoch.
 
         Raises UserError where the series are too short for one training window, naming what would fit.
         """
@@ -105,8 +105,8 @@ class TitansForecaster(BaseEstimator):
             raise UserError(f"{error}: too many values are missing, or no series is as long as look-back and horizon") from error
         self.forecaster_ = model
         settings = Training(epochs=self.epochs, seed=self.seed)
-        tell = None if progress is None else (lambda epoch, error: progress(epoch, self.epochs, error))
-        self.valid_error_ = fit_network(self.forecaster_, train_windows, valid_windows, settings, tell)
+        tell = None if progress is None else (lambda epoch, error: progress(epoch, 2 * self.epochs, error))
+        self.valid_error_ = fit_network(self.forecaster_, self.line_, train_windows, valid_windows, settings, tell)
         calibrate(self.forecaster_, valid_windows)
         self.state_, self.last_ds_ = self._read(self.forecaster_, table)
         return self

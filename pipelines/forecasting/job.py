@@ -94,7 +94,7 @@ def train(
     )
     known = _border(table, look_back, horizon)
     model = TitansForecaster(horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency)
-    with _bar("training", epochs) as tell:
+    with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
     origins = _origins(table, known, horizon)
     points, quantile = _all_forecasts(model, table, origins, known)
@@ -324,7 +324,7 @@ class _bar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} epochs, validation {task.fields[error]}"),
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} epochs, error {task.fields[error]}"),
             TimeElapsedColumn(), console=Console(stderr=True),
         )  # fmt: skip
         self._task = self._progress.add_task(title, total=total, error="...")

@@ -127,6 +127,7 @@ class Dials:
             "missing",
             "late",
             "duplicate",
+            "corrected",
             "conflict",
             "quarantined",
             "off_grid",

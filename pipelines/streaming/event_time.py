@@ -7,6 +7,7 @@ stream never depends on which others share its worker. Verdicts:
     accepted     a value, taken in its order (`missing`: taken as a missing value, nothing is learnt from it)
     late         its place in the order has passed; published forecasts do not change
     duplicate    the same event again (same time and value, or same event id)
+    corrected    another value for a waiting event, which takes it (with the policy `last`)
     conflict     another value for a time, or another time for an event id, that is already known
     quarantined  further ahead than a clock may jump; the watermark does not move
     off_grid     between two steps of the stream's frequency
@@ -214,6 +215,7 @@ class Clock:
                     return "duplicate"
                 if policy.conflict == "last" and waiting is self.buffer and known_ds == ds:
                     self.buffer[place] = (ds, y, event)
+                    return "corrected"
                 return "conflict"
         return None
 

@@ -129,8 +129,6 @@ def test_a_finite_read_ends_at_the_offsets_of_its_start(tmp_path: Path) -> None:
         assert len(drain(source)) == 200 and source.ended
         place = source.positions()
         source.close()
-        kafka.kill()
-        kafka.start()
         source = open_source(f"kafka://{kafka.address}/events", follow=False)
         source.seek(place)
         assert len(drain(source)) == 10

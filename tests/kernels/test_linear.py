@@ -297,6 +297,18 @@ def test_float32_drifts_little_over_4096_tokens() -> None:  # T15
     assert (got - want).norm() / want.norm() < 1e-3
 
 
+@pytest.mark.parametrize("cut", [(slice(0, 0), slice(None)), (slice(None), slice(0, 0))])
+def test_no_stream_or_no_token_is_no_work(cut: tuple[slice, slice]) -> None:
+    case = fixed_case(T=4)
+    tokens = [x[cut[0], :, cut[1]] for x in case.tokens]
+    for run, state in ((linear_exact, case.matrix_state()), (linear_stale, case.stale_state())):
+        part = type(state)(*(x[cut[0]] for x in state))
+        y, end = run(*tokens, part)  # type: ignore[operator]
+        assert y.shape == tokens[2].shape
+        for a, b in zip(end, part, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_wrong_shapes_are_named() -> None:
     case = fixed_case(T=4)
     with pytest.raises(ValueError, match="theta has shape"):

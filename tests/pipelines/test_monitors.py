@@ -94,6 +94,13 @@ def test_white_noise_raises_next_to_no_alarm() -> None:
         assert sum(map(len, alarms(verdicts, bit))) <= 3, "at most one in 20,000 rows"
 
 
+def test_heavy_tails_raise_their_own_limit() -> None:
+    values = np.random.default_rng(5).standard_t(1.5, (20, 3000))
+    raised = alarms(watch(values)[0], OUTLIER)
+    late = [[t for t in row if t >= 1500] for row in raised]
+    assert sum(map(len, late)) / (20 * 1500) < 0.003
+
+
 def test_a_disturbance_is_unusual_once() -> None:
     values = np.random.default_rng(3).normal(size=(20, 800))
     values[:, 500:520] += 5 * np.random.default_rng(4).normal(size=(20, 20))
