@@ -30,7 +30,7 @@ class MemoryConfig:
         start; `deep`, a residual MLP of `depth` layers with LayerNorm, gradient at the chunk's start; `gated`, the
         gated MLP of Atlas++, likewise; `hybrid`, the MLP with an exact last layer (finite where `deep` explodes).
     chunk: tokens a gradient anchor serves (part of the function for every rule but `exact`).
-    window: tokens whose loss each write descends (the Omega rule of ATLAS; 1 is Titans), for every rule but `exact`.
+    window: tokens whose loss each write descends (the Omega rule of ATLAS; 1 is Titans), for every rule but `hybrid`.
     read: the token reads `after` or `before` its own write, or at the chunk's `anchor` (cheapest; not for `exact`).
     momentum, decay: False removes eta or alpha (ablations of Titans table 5).
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
@@ -56,8 +56,9 @@ class MemoryConfig:
         require(self.window >= 1, f"window {self.window} must be at least 1")
         require(self.read in ("after", "before", "anchor"), f"read '{self.read}' is none of after, before, anchor")
         if self.rule == "exact":
-            require(self.window == 1, "the Omega window has no exact chunk form: take rule 'stale' or 'deep', or window 1")
             require(self.read != "anchor", "rule 'exact' has no anchor to read at: read 'after' or 'before'")
+        if self.rule == "hybrid":
+            require(self.window == 1, f"rule 'hybrid' has no Omega window, found window {self.window}: take 'exact' or 'deep'")
         require(self.chunk >= 1, f"chunk {self.chunk} must be at least 1")
         require(self.conv >= 1, f"conv {self.conv} must be at least 1 (1 switches the convolution off)")
         require(self.depth >= 1, f"depth {self.depth} must be at least 1")

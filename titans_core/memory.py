@@ -20,6 +20,7 @@ from kernels.heads import convolve, next_tail, unit
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
 from kernels.network import Network, output
+from kernels.omega import OmegaState, omega_exact, omega_state
 from titans_core.config import MemoryConfig
 
 
@@ -49,7 +50,7 @@ class CausalConv(nn.Module):
         return convolve(x, tail, self.weight), next_tail(x, tail)
 
 
-Memory = MatrixState | StaleState | DeepState
+Memory = MatrixState | OmegaState | StaleState | DeepState
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class NeuralMemory(nn.Module):
     Keys and queries: linear, convolution, SiLU, unit length (times sqrt(d) for an MLP memory, which unit keys would keep
     in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory layer: alpha = sigmoid (forget), eta = sigmoid
     (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact form stays finite for unit keys, divided by the
-    chunk where the gradient is taken at the chunk's start, and by d where the keys are longer.
+    chunk where the gradient is taken at the chunk's start, by d where the keys are longer, and by the sum of the window's gates.
     Output: per-head RMSNorm, gate SiLU(x W_g), projection.
     """
 
@@ -110,6 +111,8 @@ class NeuralMemory(nn.Module):
         if not self.matrix:
             return MemoryState(deep_state(init, batch, config.window), tail)
         start = torch.zeros_like(init[0]) if config.decay_to_init else init[0]
+        if config.rule == "exact" and config.window > 1:
+            return MemoryState(omega_state(start, batch, config.window), tail)
         if config.rule == "exact":
             return MemoryState(linear.matrix_state(start, batch), tail)
         return MemoryState(linear.stale_state(start, batch, config.window), tail)
@@ -151,6 +154,9 @@ class NeuralMemory(nn.Module):
         gamma = None
         if config.window > 1:
             gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+            # A write descends the sum of the window's losses: its step is bounded for one token's, so that c equal keys stay finite too.
+            total = gamma.sum(-1).clamp(min=1.0)
+            theta = theta / (total if self.matrix else total.unsqueeze(-1))
         old, memory = state.memory, state.memory
         if isinstance(old, DeepState):
             y, memory = dispatch.deep(
@@ -163,6 +169,10 @@ class NeuralMemory(nn.Module):
             v = v - k @ self.init[0].mT
         if isinstance(old, StaleState):
             y, memory = dispatch.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
+        elif isinstance(old, OmegaState):
+            assert gamma is not None
+            chunk = max(1, config.chunk // config.window)  # a chunk solves a row for each token and lag; the result is the same
+            y, memory = omega_exact(q, k, v, theta, eta, alpha, gamma, old, chunk=chunk, read=config.read)
         else:
             y, memory = dispatch.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
         if config.decay_to_init:
