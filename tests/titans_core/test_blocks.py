@@ -25,9 +25,17 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "omega": {"rule": "deep", "window": 3},
     "omega_exact": {"window": 3},
     "omega_stale": {"rule": "stale", "window": 3},
+    "atlas": {"rule": "atlas", "window": 3},
+    "atlas_block": {"rule": "atlas", "window": 3, "muon_every": 2},
+    "atlas_chunk": {"rule": "atlas", "muon_every": 4, "read": "before"},
+    "atlas_matrix": {"rule": "atlas", "depth": 1, "window": 3, "muon_every": 2},
+    "atlas++": {"rule": "atlas++", "window": 3, "muon_every": 4},
+    "poly": {"degree": 2},
+    "poly_deep": {"rule": "deep", "degree": 2},
+    "poly_atlas": {"rule": "atlas", "degree": 2, "window": 3, "muon_every": 4},
 }
 MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention"]
-MIXERS += ["mac-stale", "mac-deep", "mag-deep", "mac-omega_exact"]
+MIXERS += ["mac-stale", "mac-deep", "mag-deep", "mac-omega_exact", "mac-poly_deep", "mac-atlas_block"]
 MIXERS += [f"lmm-{memory}" for memory in MEMORIES if memory != "exact"]
 GROWING = ("attention",)  # their states grow: streams of different lengths do not stack
 
@@ -54,7 +62,7 @@ def run(backbone: Backbone, x: Tensor, cuts: list[int]) -> tuple[Tensor, Any]:
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(cuts=st.lists(st.integers(1, 20), max_size=5, unique=True).map(sorted))
 def test_any_split_into_calls_equals_one_call(mixer: str, cuts: list[int]) -> None:
     backbone, x = model(mixer), torch.randn(2, 21, 16, dtype=torch.float64)
