@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 Rule = Literal["exact", "stale", "deep", "gated", "hybrid", "atlas", "atlas++"]
 RULES = get_args(Rule)
-Mixer = Literal["lmm", "mac", "mag", "mal", "attention", "window"]
+Mixer = Literal["lmm", "mac", "mag", "mal", "attention", "window", "deep_transformer", "swdt", "dot"]
 MIXERS = get_args(Mixer)
 MOST_FEATURES = 4096  # of a head: a memory of 64 by 4096 is 1 MB a head and stream, four times with momentum and anchor
 
@@ -123,6 +123,8 @@ class BackboneConfig:
     def __post_init__(self) -> None:
         for mixer in self.layers:
             require(mixer in MIXERS, f"layer '{mixer}' is none of {', '.join(MIXERS)}")
+        if "swdt" in self.layers:
+            require(self.memory.window > 1, "layer 'swdt' writes a window of tokens: set the memory's window to 2 or more")
         require(len(self.layers) > 0, "layers must name at least one block")
         require(self.window >= 1 and self.segment >= 1, "window and segment must be at least 1")
         require(self.persistent >= 0, "persistent must not be negative")

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kernels import dispatch, linear
 from kernels.features import polynomial, taylor_coefficients
 from kernels.heads import convolve, next_tail, unit
+from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
 from kernels.muon import AtlasState, atlas, atlas_state
@@ -65,6 +66,15 @@ class MemoryState:
     conv: Tensor  # (B, conv - 1, 3 D)
 
 
+def _lags(config: MemoryConfig) -> nn.Linear:
+    """The window's gates: one a head and lag, the newest token's open, older ones less and less (papers B.2)."""
+    lags = nn.Linear(config.dim, config.heads * config.window)
+    nn.init.zeros_(lags.weight)
+    with torch.no_grad():
+        lags.bias.copy_(torch.linspace(2.0, -2.0, config.window).repeat(config.heads))
+    return lags
+
+
 class NeuralMemory(nn.Module):
     """Long-term memory layer (Titans section 3.1; defaults of papers A.1, A.8 and E.2).
 
@@ -105,11 +115,8 @@ class NeuralMemory(nn.Module):
         nn.init.zeros_(self.gates.weight)
         with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
             self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(heads * self.layers))
-        if config.window > 1:  # the newest token's gate is open, older ones less and less (papers B.2)
-            self.lags = nn.Linear(dim, heads * config.window)
-            nn.init.zeros_(self.lags.weight)
-            with torch.no_grad():
-                self.lags.bias.copy_(torch.linspace(2.0, -2.0, config.window).repeat(heads))
+        if config.window > 1:
+            self.lags = _lags(config)
         self.gate = nn.Linear(dim, dim, bias=False)
         self.norm = RMSNorm(width)
         self.out = nn.Linear(dim, dim, bias=False)
@@ -227,3 +234,68 @@ class NeuralMemory(nn.Module):
         if self.outer_residual:
             y = y + self._residual(rows)
         return self._output(y, x), tail
+
+
+@dataclass(frozen=True)
+class KernelMemoryState:
+    """A row for each token so far, and the convolution's last inputs."""
+
+    memory: KernelState
+    conv: Tensor  # (B, conv - 1, 3 D)
+
+
+class KernelMemory(nn.Module):
+    """A matrix memory over the infinite features of exp: DeepTransformer, SWDT or Dot (ATLAS section 4; papers B.6), in exact form.
+
+    Projections, convolution and output are those of NeuralMemory. Keys and queries have unit length, and tau, learned by head, scales
+    their product: the kernel is exp(tau q.k). Gates of Dot, per token and head: alpha = sigmoid (forget), theta = sigmoid / exp(tau),
+    divided by the sum of the window's gates: the bound of unit keys, for keys whose squared length is exp(tau).
+    The state holds a key, a row and a value of every token, as full attention's does; so does SWDT's, whose window says how often
+    a token is written and not how long it is kept.
+    """
+
+    def __init__(self, kind: str, config: MemoryConfig) -> None:
+        super().__init__()
+        self.kind, self.config = kind, config
+        dim, heads = config.dim, config.heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.conv = CausalConv(3 * dim, config.conv)
+        self.log_tau = nn.Parameter(torch.zeros(heads))
+        if kind == "dot":
+            self.gates = nn.Linear(dim, (1 + config.decay) * heads)
+            nn.init.zeros_(self.gates.weight)
+            with torch.no_grad():  # sigmoid of theta 0.5, alpha 0.02
+                self.gates.bias.copy_(torch.tensor([0.0, math.log(0.02 / 0.98)])[: 1 + config.decay].repeat_interleave(heads))
+        if kind == "swdt" or (kind == "dot" and config.window > 1):
+            self.lags = _lags(config)
+        self.gate = nn.Linear(dim, dim, bias=False)
+        self.norm = RMSNorm(config.width)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def initial_state(self, batch: int) -> KernelMemoryState:
+        """Streams that have seen nothing."""
+        config = self.config
+        keys, rows, values = (self.log_tau.new_zeros(batch, config.heads, 0, config.width) for _ in range(3))
+        return KernelMemoryState(KernelState(keys, rows, values), keys.new_zeros(batch, config.conv - 1, 3 * config.dim))
+
+    def forward(self, x: Tensor, state: KernelMemoryState) -> tuple[Tensor, KernelMemoryState]:
+        """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
+        config, u = self.config, self.qkv(x)
+        q, k, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, 1.0)
+        tau = self.log_tau.exp()[:, None, None]
+        q, k = q * tau.sqrt(), k * tau.sqrt()
+        gamma = None
+        if hasattr(self, "lags"):
+            gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+        if self.kind == "dot":
+            theta, *forget = torch.sigmoid(self.gates(x)).unflatten(-1, (-1, config.heads)).permute(2, 0, 3, 1)  # each (B, H, T)
+            theta = theta / tau.squeeze(-1).exp()
+            if gamma is not None:
+                theta = theta / gamma.sum(-1).clamp(min=1.0)
+            y, memory = dot(q, k, v, theta, forget[0] if forget else None, state.memory, gamma=gamma)
+        elif gamma is not None:
+            y, memory = swdt(q, k, v, gamma, state.memory)
+        else:
+            y, memory = deep_transformer(q, k, v, state.memory)
+        out = self.out(dispatch.gated_norm(y, self.gate(x), self.norm.weight))
+        return out, KernelMemoryState(memory, next_tail(u, state.conv))

@@ -37,7 +37,8 @@ MEMORIES: dict[str, dict[str, Any]] = {
 MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention"]
 MIXERS += ["mac-stale", "mac-deep", "mag-deep", "mac-omega_exact", "mac-poly_deep", "mac-atlas_block"]
 MIXERS += [f"lmm-{memory}" for memory in MEMORIES if memory != "exact"]
-GROWING = ("attention",)  # their states grow: streams of different lengths do not stack
+MIXERS += ["deep_transformer", "swdt-omega_exact", "dot", "dot-omega_exact"]
+GROWING = ("attention", "deep_transformer", "swdt", "dot")  # their states grow: streams of different lengths do not stack
 
 
 def model(mixer: str) -> Backbone:
