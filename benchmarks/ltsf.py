@@ -169,7 +169,13 @@ def main(argv: list[str] | None = None) -> int:
                 each.append([one.mse for one in scores])
                 seconds = time.perf_counter() - began
                 mean = {k: float(np.mean([getattr(one, k) for one in scores])) for k in ("mse", "mae", "valid_mse")}
-                rows[str(horizon)] = {**mean, "mse_sd": spread(each[-1]), "windows": scores[0].windows, **chosen, "seconds": seconds}
+                rows[str(horizon)] = {
+                    **mean,
+                    "mse_sd": spread(each[-1]),
+                    "windows": scores[0].windows,
+                    **chosen,
+                    "seconds": seconds,
+                }
                 print(
                     f"{data.name} {model} {horizon}: mse {mean['mse']:.4f} +- {spread(each[-1]):.4f}  mae {mean['mae']:.4f}  "
                     f"({scores[0].windows} windows, {seconds:.1f} s)", file=sys.stderr, flush=True,
@@ -177,9 +183,18 @@ def main(argv: list[str] | None = None) -> int:
             keys = ("mse", "mae", "valid_mse")
             rows["mean"] = {key: float(np.mean([rows[str(h)][key] for h in args.horizon])) for key in keys}
             rows["mean"]["mse_sd"] = spread(np.mean(each, axis=0).tolist())
-    machine = {"cpus": os.cpu_count(), "threads": args.threads, "platform": platform.platform(), "python": platform.python_version()}
+    machine = {
+        "cpus": os.cpu_count(),
+        "threads": args.threads,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
     options = {"look_back": args.look_back, "horizons": args.horizon, "seeds": args.seeds, "first_seed": args.seed}
-    print(json.dumps({"benchmark": "ltsf", "commit": commit(), "machine": machine, "parameters": options, "figures": figures}))
+    print(
+        json.dumps(
+            {"benchmark": "ltsf", "commit": commit(), "machine": machine, "parameters": options, "figures": figures}
+        )
+    )
     return 0
 
 
@@ -209,7 +224,9 @@ class Tethys:
         # The protocol scales with the training rows, so mean 0 and deviation 1 are known from the start.
         state = model.initial_state(len(values), torch.zeros(len(values)), torch.ones(len(values)), data.train)
         if mode != "carried":
-            state = initial_memory(model, state, Rows(values[:, : data.train], rows.observed[:, : data.train], rows.phase))
+            state = initial_memory(
+                model, state, Rows(values[:, : data.train], rows.observed[:, : data.train], rows.phase)
+            )
         shortest = min(horizons)
         # Every quarter of an hour adds little to every hour: training windows are an hour apart, test windows one row.
         self.stride = max(1, round(hour))
@@ -237,7 +254,11 @@ class Tethys:
             raise SystemExit(f"ltsf: horizon {horizon} is shorter than a day of {self.data.day} rows: run it by itself")
         model = Forecaster(config)
         line = fit_line(model, train, valid)
-        chosen = {"penalty": line.penalty, "line_valid_mse": line.error, "weights": sum(p.numel() for p in model.state_dict().values())}
+        chosen = {
+            "penalty": line.penalty,
+            "line_valid_mse": line.error,
+            "weights": sum(p.numel() for p in model.state_dict().values()),
+        }
         if np.isfinite(line.gap_penalty):
             chosen["gap_penalty"] = line.gap_penalty
         scores = []

@@ -47,7 +47,10 @@ class Season:
     rates: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        require(self.slots >= 1 and self.rows % self.slots == 0, f"a season of {self.rows} rows cannot have {self.slots} slots")
+        require(
+            self.slots >= 1 and self.rows % self.slots == 0,
+            f"a season of {self.rows} rows cannot have {self.slots} slots",
+        )
         require(all(0 < r <= 1 for r in self.rates), f"rates {self.rates} must lie in (0, 1]")
 
     @property
@@ -86,8 +89,13 @@ class ForecasterConfig:
     spread: float = 0.5
 
     def __post_init__(self) -> None:
-        require(self.look_back >= 1 and self.horizon >= 1, f"look_back {self.look_back} and horizon {self.horizon} must be positive")
-        require(self.memory in ("carried", "window", "frozen"), f"memory '{self.memory}' is none of carried, window, frozen")
+        require(
+            self.look_back >= 1 and self.horizon >= 1,
+            f"look_back {self.look_back} and horizon {self.horizon} must be positive",
+        )
+        require(
+            self.memory in ("carried", "window", "frozen"), f"memory '{self.memory}' is none of carried, window, frozen"
+        )
         levels = self.quantiles
         require(
             len(levels) > 0 and all(0 < a < 1 for a in levels) and list(levels) == sorted(set(levels)),
@@ -269,7 +277,7 @@ class Forecaster(nn.Module):
         return y.squeeze(3), after.W
 
     def _memory(self, state: ForecasterState) -> tuple[PhaseMemory, ...]:
-        """The memories a forecast reads: as carried; or begun anew at the level of the look-back, and for `window` written with its rows."""
+        """The memories to read: as carried; or begun anew at the level of the look-back, and for `window` written with it."""
         if self.config.memory == "carried":
             return state.memory
         # What a memory that is not carried begins with is a shape; where the series is now, the look-back tells.
@@ -350,7 +358,14 @@ def _running(value: Tensor, rate: Tensor, observed: Tensor, start: Tensor) -> Te
     one = torch.ones_like(value)[:, None, :, None]
     W = start.view(-1, 1, 1, 1)
     y, _ = linear_exact(
-        one, one, value[:, None, :, None], rate[:, None], None, None, MatrixState(W, torch.zeros_like(W)), write=observed
+        one,
+        one,
+        value[:, None, :, None],
+        rate[:, None],
+        None,
+        None,
+        MatrixState(W, torch.zeros_like(W)),
+        write=observed,
     )
     return y[:, 0, :, 0]
 

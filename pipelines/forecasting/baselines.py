@@ -108,7 +108,9 @@ class Ridge:
         parts = [windows_before(y, origins, self.look_back) - last]
         for values, rows in self.state_features(y):
             width = max(rows, 0)
-            padded = np.concatenate([np.full(width, values[0], np.float32), values])  # a young state knows only its first value
+            padded = np.concatenate(
+                [np.full(width, values[0], np.float32), values]
+            )  # a young state knows only its first value
             parts.append(windows_before(padded, origins + width, width) - last)
         parts.append(np.ones_like(last))
         return np.concatenate(parts, axis=1), last

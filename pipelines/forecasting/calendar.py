@@ -27,8 +27,8 @@ def natural_cycles(frequency: str) -> tuple[int, ...]:
     """Rows of the cycles that a frequency suggests, shortest first: an hour, a day, a week or a year, where a whole number of rows fits."""
     count, unit = parse_frequency(frequency)
     if unit in _MONTHS:
-        rows = 12 / (count * _MONTHS[unit])
-        return (int(rows),) if rows > 1 and rows.is_integer() else ()
+        months = count * _MONTHS[unit]
+        return (12 // months,) if months < 12 and 12 % months == 0 else ()
     if unit == "i":
         return ()
     step = count * _SECONDS[unit]
@@ -62,7 +62,9 @@ def steps(ds: NDArray[Any], frequency: str) -> NDArray[np.int64]:
     if unit == "i":
         return np.asarray(ds).astype(np.int64) // count
     stamps = np.asarray(ds)
-    stamps = stamps.astype("datetime64[us]") if stamps.dtype.kind == "M" else stamps.astype(np.int64).view("datetime64[us]")
+    stamps = (
+        stamps.astype("datetime64[us]") if stamps.dtype.kind == "M" else stamps.astype(np.int64).view("datetime64[us]")
+    )
     if unit in _MONTHS:
         return stamps.astype("datetime64[M]").astype(np.int64) // (count * _MONTHS[unit])
     return (stamps.astype(np.int64) - _MONDAY) // int(count * _SECONDS[unit] * 1e6)
