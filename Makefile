@@ -18,10 +18,10 @@ help:
 	@echo 'make bench  add the benchmark peers to .venv and list the benchmarks'
 	@echo 'make lint   ruff, mypy and the direction of imports'
 
-demo: $(VENV)/installed
+demo: $(VENV)/native
 	$(BIN)/tethys demo
 
-test: $(VENV)/installed
+test: $(VENV)/native
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/installed
@@ -45,7 +45,12 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-$(VENV)/installed-bench: $(VENV)/installed
+# Built ahead of time, never when a service starts; built again when its sources change.
+$(VENV)/native: $(VENV)/installed $(wildcard kernels/native/*.h kernels/native/*.cpp kernels/native/build.py)
+	@$(BIN)/python -m kernels.native.build || echo 'The native kernels were not built; torch computes the same numbers, slower (tethys doctor).' >&2
+	@touch $@
+
+$(VENV)/installed-bench: $(VENV)/native
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 

@@ -10,6 +10,11 @@ Per rule the step with the least last-16 error of a grid, as a tuned user would 
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks import report
 
 

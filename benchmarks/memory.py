@@ -1,32 +1,35 @@
 """One memory layer: ours and the public ones, in one process, in turns, on one thread.
 
-Every side is a whole layer of the same width with 4 heads: projections, gates, the memory and an output projection; ours also has the
-paper's short convolution, a norm and an output gate, which no peer has. The memories hold the same number of weights, 2 width^2 a stream
-(4 heads of d -> 4 d -> d), except for the exact matrix memory (width^2 / 4) and for attention, which has none. What each side computes differs,
-and the figures are only as comparable as that:
+Every side is a whole layer of the same width with 4 heads: projections, gates, the memory and an output projection; ours
+also has the paper's short convolution, a norm and an output gate, which no peer has. The memories hold the same number of
+weights, 2 width^2 a stream (4 heads of d -> 4 d -> d), except the exact matrix memory (width^2 / 4) and attention (none).
+What each side computes differs, and a ratio is only as comparable as that:
 
-    ours, boundary      rule "deep", read "anchor": gradients re-taken at the start of every chunk, tokens read the weights their chunk
-                        began with; gates for every token, head and memory layer
-    ours, token         rule "deep", read "after": the papers' form, token t reads W_t, its own write included
-    ours, matrix_exact  rule "exact": a matrix memory with the true per-token gradient, decaying to zero
-    titans_pytorch      titans-pytorch's NeuralMemory with batch_size = chunk: gradients re-taken every chunk, tokens read the chunk's start,
-                        one momentum and decay gate a chunk: the semantics of "boundary"
-    titans_pytorch_default   the same without batch_size: every gradient is taken at the weights the stream started with, a cheaper rule
-    python_titans_miras the same design by another author, in its own default (as titans_pytorch_default)
-    titans_unofficial   a per-token memory of one head, D -> D -> D; reads before it writes. Only in the streaming step (it has no other form)
-    sdpa                norm, q/k/v projections, causal attention over the whole call, output projection
+    ours, boundary           rule "deep", read "anchor": gradients re-taken at the start of every chunk, tokens read the
+                             weights their chunk began with; gates for every token, head and memory layer
+    ours, token              rule "deep", read "after": the papers' form, token t reads W_t, its own write included
+    ours, matrix_exact       rule "exact": a matrix memory with the true per-token gradient, decaying to zero
+    titans_pytorch           titans-pytorch's NeuralMemory with batch_size = chunk: gradients re-taken every chunk, tokens read
+                             the chunk's start, one momentum and decay gate a chunk: the semantics of "boundary"
+    titans_pytorch_default   the same without batch_size: every gradient at the weights the stream started with, a cheaper rule
+    python_titans_miras      the same design by another author, in its own default (as titans_pytorch_default)
+    titans_unofficial        a per-token memory of one head, D -> D -> D, read before its write; only in the streaming step
+    sdpa                     norm, q/k/v projections, causal attention over the whole call, output projection
 
-Forward runs under no_grad; train is mean-square loss and backward to every parameter, without an optimiser. Times are processor times of the
-one thread (a busy neighbour then costs caches, not the whole turn). Each round runs all sides; a figure is the median over rounds.
+Forward runs without autograd (ours: one native call for the whole layer, from a fresh state); train is mean-square loss and
+backward to every parameter, without an optimiser. Times are processor times of the one thread: a busy neighbour then costs
+caches, not whole turns. Each round runs all sides; a figure is the median over rounds.
 
-    figures.w128.{c16,c64}.{boundary,token}.{forward,train}.vs_*    our tokens a second over theirs, 1024 tokens, batch 1
-    figures.w128.c64.matrix_exact.forward.vs_titans_pytorch_default
-    figures.step.*      one token of one layer with carried state, width 128, chunk 64: turns of 500 steps after 50, medians of turn medians;
-                        batch64_over_bandwidth: time of a stream's step at batch 64, chunk ends staggered, over the time of reading and writing
-                        its state once at the bandwidth of a copy of the same size; batch64_p99_over_p50 of the single steps
-    figures.share.*     the kernel alone (no projections), width 128 and chunk 64, as a share of the fused-multiply-add peak measured in the
-                        run. Counted is the arithmetic the rule needs, with triangles as halves: a token and head of matrix_exact 12 d^2 + 4 C d,
-                        of deep with token reads 26 d h + 2 C (d + h), forward; three times that in train (recomputation is not counted).
+    figures.w128.{c16,c64}.{boundary,token,matrix_exact}.{forward,train}.vs_*
+        our tokens a second over theirs, 1024 tokens, batch 1
+    figures.step.*
+        one token of one layer with carried state, width 128, chunk 64, token reads: turns of 500 steps after 50, medians of
+        turn medians. batch64_over_bandwidth: a stream's step at batch 64, chunk ends staggered, over the time that reading and
+        writing its state once takes at the bandwidth of a copy of the same size; batch64_p99_over_p50 of single steps
+    figures.share.*
+        the kernel alone (no projections), width 128, chunk 64, as a share of the fused-multiply-add peak measured in the run.
+        Counted is the arithmetic the rule needs, triangles as halves. A token and head: matrix_exact 12 d^2 + 4 C d, deep with
+        token reads 26 d h + 2 C (d + h), with boundary reads 18 d h; three times that in train (recomputation not counted)
     --grid adds width 256, 4096 tokens and batch 4 under figures.grid (about 15 minutes).
 """
 
@@ -92,36 +95,15 @@ def ours(width: int, chunk: int, form: str) -> Any:
     return NeuralMemory(config)
 
 
-def layer(module: Any, x: Any, state: Any) -> tuple[Any, Any]:
-    """NeuralMemory's forward on the native kernels, its elementwise parts included. x (B, T, D)."""
-    import torch
-
-    from kernels import native
-    from titans_core.memory import MemoryState
-
-    config = module.config
-    u = module.qkv(x)
-    q, k, v = native.conv_heads(u, state.conv, module.conv.weight, HEADS, 1.0 if module.matrix else math.sqrt(config.width))
-    theta, eta, alpha = module._gates(x)
-    if module.matrix:
-        y, memory = native.linear_exact(q, k, v, theta, eta, alpha, state.memory, chunk=config.chunk, read=config.read)
-    else:
-        y, memory = native.deep(
-            q, k, v, theta, eta, alpha, state.memory, init=tuple(module.init), chunk=config.chunk, network=module.network, read=config.read
-        )
-    tail = torch.cat((state.conv, u), 1)[:, -(config.conv - 1) :]
-    return module.out(native.gated_norm(y, module.gate(x), module.norm.weight)), MemoryState(memory, tail)
-
-
-class Step:
-    """One token of `module` for B streams, in place, in one native call. x (B, D)."""
+class Serving:
+    """`module` without autograd for B streams, in place, in one native call. x (B, T, D)."""
 
     def __init__(self, module: Any, batch: int) -> None:
         from kernels import native
 
         config = module.config
-        self.state = module.initial_state(batch)
-        self.step = native.LayerStep(
+        self.module, self.state = module, module.initial_state(batch)
+        self.run = native.Layer(
             module.qkv.weight, module.gate.weight, module.gates.weight, module.gates.bias, module.conv.weight, module.norm.weight,
             module.out.weight, scale=1.0 if module.matrix else math.sqrt(config.width), chunk=config.chunk, read=config.read,
             divisor=(1 if config.rule == "exact" else config.chunk) * (1 if module.matrix else config.width),
@@ -129,7 +111,18 @@ class Step:
         )  # fmt: skip
 
     def __call__(self, x: Any) -> Any:
-        return self.step(x, self.state.conv, self.state.memory)
+        return self.run(x, self.state.conv, self.state.memory)
+
+    def forward(self, x: Any) -> Callable[[], None]:
+        """A call over x from a fresh state."""
+        import torch
+
+        def run() -> None:
+            with torch.inference_mode():
+                state = self.module.initial_state(x.shape[0])
+                self.run(x, state.conv, state.memory)
+
+        return run
 
 
 def peer(name: str, width: int, chunk: int) -> Any:
@@ -180,10 +173,14 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
         sides: dict[str, Callable[[], None]] = {}
         for form in ("boundary", "token", "matrix_exact"):
             module = ours(width, chunk, form)
-            sides[form] = _pass(module, lambda module=module: layer(module, x, module.initial_state(batch))[0], direction)
+            sides[form] = (
+                Serving(module, batch).forward(x)
+                if direction == "forward"
+                else train(module, lambda m=module: m(x, m.initial_state(batch))[0])
+            )
         for name in PEERS:
             module = peer(name, width, chunk)
-            sides[name] = _pass(module, lambda module=module: module(x)[0], direction)
+            sides[name] = forward(module, x) if direction == "forward" else train(module, lambda m=module: m(x)[0])
         seconds = in_turns(f"width {width} chunk {chunk} T {tokens} B {batch} {direction}", sides, rounds, tokens * batch)
         for form in ("boundary", "token", "matrix_exact"):
             found.setdefault(form, {})[direction] = {
@@ -195,18 +192,22 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
     return found
 
 
-def _pass(module: Any, run: Callable[[], Any], direction: str) -> Callable[[], None]:
+def forward(module: Any, x: Any) -> Callable[[], None]:
     import torch
 
-    def forward() -> None:
+    def run() -> None:
         with torch.no_grad():
-            run()
+            module(x)
 
-    def train() -> None:
+    return run
+
+
+def train(module: Any, output: Callable[[], Any]) -> Callable[[], None]:
+    def run() -> None:
         module.zero_grad(set_to_none=True)
-        run().square().mean().backward()
+        output().square().mean().backward()
 
-    return forward if direction == "forward" else train
+    return run
 
 
 def over(theirs: list[float], mine: list[float]) -> float:
@@ -252,18 +253,18 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
     import torch
 
     width, chunk = 128, 64
-    xs = torch.randn(turn, 1, width)
-    ours_step = Step(ours(width, chunk, "token"), 1)
-    matrix_step = Step(ours(width, chunk, "matrix_exact"), 1)
+    xs = torch.randn(turn, 1, 1, width)
+    ours_step = Serving(ours(width, chunk, "token"), 1)
+    matrix_step = Serving(ours(width, chunk, "matrix_exact"), 1)
     theirs, unofficial = peer("titans_pytorch", width, chunk), peer("titans_unofficial", width, chunk)
     carried: dict[str, Any] = {"titans_pytorch": None, "titans_unofficial": None}
 
     def step_titans_pytorch(x: Any) -> None:
-        _, state = theirs(x.unsqueeze(0), state=carried["titans_pytorch"])
+        _, state = theirs(x, state=carried["titans_pytorch"])
         carried["titans_pytorch"] = state
 
     def step_unofficial(x: Any) -> None:
-        _, carried["titans_unofficial"] = unofficial(x.unsqueeze(0), carried["titans_unofficial"])
+        _, carried["titans_unofficial"] = unofficial(x, carried["titans_unofficial"])
 
     sides: dict[str, Callable[[Any], Any]] = {
         "ours": ours_step, "ours_matrix": matrix_step, "titans_unofficial": step_unofficial, "titans_pytorch": step_titans_pytorch,
@@ -277,15 +278,15 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
                 medians[name].append(statistics.median(_timed(run, xs, turn)))
         report.progress("step, batch 1: " + ", ".join(f"{n} {statistics.median(s) * 1e6:.1f} us" for n, s in medians.items()))
         batch = 64
-        wide = Step(ours(width, chunk, "token"), batch)
+        wide = Serving(ours(width, chunk, "token"), batch)
         wide.state.memory.phase.copy_(torch.arange(batch))  # no two streams end a chunk together
         state = [*wide.state.memory.W, *wide.state.memory.S, *wide.state.memory.anchor, wide.state.conv]
         size = sum(x.numel() * 4 for x in state)
-        rows = torch.randn(64, batch, width)
+        rows = torch.randn(64, batch, 1, width)
         times: list[float] = []
         copies: list[float] = []
         source, target = torch.zeros(size // 4), torch.zeros(size // 4)
-        for number in range(turns):
+        for _ in range(turns):
             began = time.thread_time()
             for _ in range(10):
                 target.copy_(source)
@@ -296,7 +297,8 @@ def steps(turns: int = 5, turn: int = 500, warm: int = 50) -> dict[str, float]:
         middle, copied = statistics.median(times), statistics.median(copies)
         p99 = sorted(times)[int(0.99 * len(times))]
         report.progress(
-            f"step, batch {batch}: {middle / batch * 1e6:.1f} us a stream, p99 {p99 / batch * 1e6:.1f}; state {size / batch / 1024:.0f} KiB a stream, "
+            f"step, batch {batch}: {middle / batch * 1e6:.1f} us a stream, p99 {p99 / batch * 1e6:.1f}; "
+            f"state {size / batch / 1024:.0f} KiB a stream, "
             f"copied at {2 * size / copied / 1e9:.1f} GB/s in {copied / batch * 1e6:.1f} us"
         )
     return {
@@ -323,53 +325,54 @@ def _timed(run: Callable[[Any], Any], xs: Any, count: int) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------------ share of the peak
 
 
-def shares(rounds: int, tokens: int = 1024) -> dict[str, Any]:
+def shares(rounds: int) -> dict[str, Any]:
     """The kernels alone at 1024 tokens, chunk 64, batch 1: width 128 under `share`, width 256 under `share_w256`."""
+    forms = (("matrix_exact", "matrix_exact"), ("deep", "token"), ("deep_boundary", "boundary"))
+    found: dict[str, Any] = {}
+    for width in (128, 256):
+        result = {name: share(width, 64, 1024, name, form, rounds) for name, form in forms}
+        report.progress(f"share of the peak, width {width}: {result}")
+        found["share" if width == 128 else f"share_w{width}"] = result
+    return found
+
+
+def share(width: int, chunk: int, tokens: int, name: str, form: str, rounds: int) -> dict[str, float]:
     import torch
 
     from kernels import native
 
-    found: dict[str, Any] = {}
-    for width in (128, 256):
-        d, chunk = width // HEADS, 64
-        h = 4 * d
-        flops = {"matrix_exact": 12 * d * d + 4 * chunk * d, "deep": 26 * d * h + 2 * chunk * (d + h), "deep_boundary": 18 * d * h}
-        result: dict[str, Any] = {}
-        for name, form in (("matrix_exact", "matrix_exact"), ("deep", "token"), ("deep_boundary", "boundary")):
-            module = ours(width, chunk, form)
-            x = torch.randn(1, tokens, width)
-            with torch.no_grad():
-                state = module.initial_state(1)
-                inputs = [*native.conv_heads(module.qkv(x), state.conv, module.conv.weight, HEADS, 1.0 if module.matrix else math.sqrt(d))]
-                inputs += [g.contiguous() for g in module._gates(x)]
-            leaves = [z.clone().requires_grad_() for z in inputs]
-            init = None if module.matrix else tuple(module.init)
+    d = width // HEADS
+    h = 4 * d
+    flops = {"matrix_exact": 12 * d * d + 4 * chunk * d, "deep": 26 * d * h + 2 * chunk * (d + h), "deep_boundary": 18 * d * h}
+    module = ours(width, chunk, form)
+    scale = 1.0 if module.matrix else math.sqrt(d)
+    init = None if module.matrix else tuple(module.init)
+    x, seed = torch.randn(1, tokens, width), torch.randn(1, tokens, HEADS, d).transpose(1, 2)
+    with torch.no_grad():
+        state = module.initial_state(1)
+        inputs = [*native.conv_heads(module.qkv(x), state.conv, module.conv.weight, HEADS, scale), *module._gates(x)]
+        inputs = [z.contiguous() for z in inputs]
+    leaves = [z.clone().requires_grad_() for z in inputs]
 
-            def run(tensors: list[Any], module: Any = module, state: Any = state, init: Any = init) -> Any:
-                if module.matrix:
-                    return native.linear_exact(*tensors, state.memory, chunk=chunk)[0]
-                return native.deep(*tensors, state.memory, init=init, chunk=chunk, read=module.config.read)[0]
+    def run(tensors: list[Any]) -> Any:
+        if module.matrix:
+            return native.linear_exact(*tensors, state.memory, chunk=chunk)[0]
+        return native.deep(*tensors, state.memory, init=init, chunk=chunk, read=module.config.read)[0]
 
-            def forward(run: Any = run, inputs: Any = inputs) -> None:
-                with torch.no_grad():
-                    run(inputs)
+    def forward() -> None:
+        with torch.no_grad():
+            run(inputs)
 
-            seed = torch.randn(1, tokens, HEADS, d).transpose(1, 2)
+    def train() -> None:
+        torch.autograd.grad(run(leaves), [*leaves, *(init or ())], seed)
 
-            def train(run: Any = run, leaves: Any = leaves, init: Any = init, seed: Any = seed) -> None:
-                torch.autograd.grad(run(leaves), [*leaves, *(init or ())], seed)
-
-            ratios: dict[str, list[float]] = {"forward": [], "train": []}
-            for _ in range(2 * rounds):  # the peak beside each, so that a clock that moves moves both
-                peak = native.fma_peak(0.05)
-                for direction, passes in (("forward", forward), ("train", train)):
-                    work = flops[name] * HEADS * tokens * (1 if direction == "forward" else 3)
-                    seconds = in_turns_alone(passes)
-                    ratios[direction].append(work / seconds / peak)
-            result[name] = {direction: round(statistics.median(r), 3) for direction, r in ratios.items()}
-        report.progress(f"share of the peak, width {width}: {result}")
-        found["share" if width == 128 else f"share_w{width}"] = result
-    return found
+    ratios: dict[str, list[float]] = {"forward": [], "train": []}
+    for _ in range(2 * rounds):  # the peak beside each, so that a clock that moves moves both
+        peak = native.fma_peak(0.05)
+        for direction, passes in (("forward", forward), ("train", train)):
+            work = flops[name] * HEADS * tokens * (1 if direction == "forward" else 3)
+            ratios[direction].append(work / in_turns_alone(passes) / peak)
+    return {direction: round(statistics.median(r), 3) for direction, r in ratios.items()}
 
 
 def in_turns_alone(run: Callable[[], None], passes: int = 5) -> float:

@@ -8,17 +8,23 @@ memory layer (E.2 of the tests' stability limits):
     chunk-start forms       ... / C, and / c under an Omega window of c tokens
     deep memories           ... / d besides, keys scaled by sqrt(d), decay towards the initial weights
 
-`non_finite` counts streams in which a number of the output or of the state was not finite, over all rules. `state_over_value` is the
-largest number of a stream's state over the largest value written to it (or over 1), `growth` that number in the stream's last tenth over
-all before: the worst stream of each rule.
+`non_finite` counts streams in which a number of the output or of the state was not finite, over all rules. For the worst stream of each
+rule, `state_over_value` is the largest number of its state over the largest value written to it (or over 1), `growth` that number in the
+last tenth of the stream over all before. `remembers_1e-5` counts the streams whose outputs still differ by more than 1e-3 after 4096
+tokens because their first 64 values were larger by 1e-5: there the memory is finite and bounded, but its path is chaotic, and two
+machines that round differently do not give the same forecasts.
 Kernel memories over phi* (DeepTransformer, SWDT, Dot) are left out: their state grows by one row a token by definition.
 """
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
 
@@ -44,6 +50,7 @@ def main() -> None:
         for name in wanted:
             began = time.process_time()
             by_rule[name] = survive(*every_rule[name], options.tokens, options.call, options.seed)
+            by_rule[name] |= sensitivity(*every_rule[name], options.seed)
             non_finite += by_rule[name]["non_finite"]
             report.progress(f"{name:<28} {by_rule[name]}  {time.process_time() - began:.0f} s")
     figures = {
@@ -52,6 +59,7 @@ def main() -> None:
         "tokens_a_rule": options.tokens,
         "largest_state_over_value": max(x["state_over_value"] for x in by_rule.values()),
         "largest_growth": max(x["growth"] for x in by_rule.values()),
+        "chaotic_rules": sorted(name for name, x in by_rule.items() if x["remembers_1e-5"]),
         "by_rule": by_rule,
     }
     report.finish("stability", figures, libraries=("torch",))
@@ -83,6 +91,24 @@ def streams(tokens: int, seed: int) -> tuple[Any, Any]:
     return x, torch.tensor([0.0] * len(kinds) + [1.0] * len(kinds))
 
 
+def calls(tokens: int, call: int, seed: int, deep: bool, divide: float) -> Iterator[list[Any]]:
+    """q, k, v, theta, eta, alpha of one call after another, each (16, 1, n, ...)."""
+    import torch
+
+    x, capped = streams(tokens, seed)
+    g = torch.Generator().manual_seed(seed + 1)
+    project = torch.randn(3, D, D, generator=g) / D**0.5
+    cap = torch.tensor([1.0, 0.95, 1e-3]).view(3, 1, 1)
+    for at in range(0, tokens, call):
+        part = x[:, at : at + call]
+        q, k, v = (part @ w for w in project)
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12) * (D**0.5 if deep else 1.0) for y in (q, k))
+        free = torch.sigmoid(torch.randn(3, 16, part.shape[1], generator=g) + torch.tensor([0.0, 1.0, -4.0]).view(3, 1, 1))
+        theta, eta, alpha = torch.where(capped.view(1, 16, 1) > 0, cap, free)
+        theta = (1 - eta) * theta / divide / (D if deep else 1)
+        yield [z.unsqueeze(1) for z in (q, k, v, theta, eta, alpha)]
+
+
 def survive(step: Callable[..., Any], state: Any, deep: bool, divide: float, tokens: int, call: int, seed: int) -> dict[str, Any]:
     """Runs one rule over all streams; what the numbers did."""
     import torch
@@ -90,27 +116,16 @@ def survive(step: Callable[..., Any], state: Any, deep: bool, divide: float, tok
     from titans_core import state as value
 
     each = -(-tokens // 16)
-    x, capped = streams(each, seed)
-    g = torch.Generator().manual_seed(seed + 1)
-    project = torch.randn(3, D, D, generator=g) / D**0.5
     finite = torch.ones(16, dtype=torch.bool)
     early, late, largest = torch.zeros(16), torch.zeros(16), torch.ones(16)
-    for at in range(0, each, call):
-        part = x[:, at : at + call]
-        n = part.shape[1]
-        q, k, v = (part @ w for w in project)
-        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-12) * (D**0.5 if deep else 1.0) for y in (q, k))
-        free = torch.sigmoid(torch.randn(3, 16, n, generator=g) + torch.tensor([0.0, 1.0, -4.0]).view(3, 1, 1))
-        cap = torch.tensor([1.0, 0.95, 1e-3]).view(3, 1, 1)
-        theta, eta, alpha = torch.where(capped.view(1, 16, 1) > 0, cap, free)
-        theta = (1 - eta) * theta / divide / (D if deep else 1)
-        y, state = step(*(z.unsqueeze(1) for z in (q, k, v, theta, eta, alpha)), state)
+    for number, given in enumerate(calls(each, call, seed, deep, divide)):
+        y, state = step(*given, state)
         weights = [leaf for _, leaf in value.leaves(state) if leaf.is_floating_point()]
         for leaf in (y, *weights):
             finite &= leaf.flatten(1).isfinite().all(-1)
         size = torch.stack([leaf.abs().flatten(1).amax(-1) for leaf in weights if leaf.numel()]).amax(0)
-        largest = torch.maximum(largest, v.abs().flatten(1).amax(-1))
-        if at < 0.9 * each:
+        largest = torch.maximum(largest, given[2].abs().flatten(1).amax(-1))
+        if number * call < 0.9 * each:
             early = torch.maximum(early, size)
         else:
             late = torch.maximum(late, size)
@@ -122,16 +137,33 @@ def survive(step: Callable[..., Any], state: Any, deep: bool, divide: float, tok
     }
 
 
+def sensitivity(step: Callable[..., Any], state: Any, deep: bool, divide: float, seed: int) -> dict[str, int]:
+    """How many of the 16 streams still tell after 4096 tokens that their first 64 values were larger by 1e-5."""
+    import torch
+
+    y = changed_y = torch.zeros(())
+    changed = state
+    for number, given in enumerate(calls(4096, 1024, seed, deep, divide)):
+        y, state = step(*given, state)
+        if number == 0:
+            given[2] = torch.cat([given[2][:, :, :64] * (1 + 1e-5), given[2][:, :, 64:]], 2)
+        changed_y, changed = step(*given, changed)
+    apart = (y - changed_y).abs().flatten(1).amax(-1)
+    return {"remembers_1e-5": int((apart > 1e-3 * y.abs().flatten(1).amax(-1)).sum())}
+
+
 def rules(seed: int) -> dict[str, tuple[Callable[..., Any], Any, bool, float]]:
     """name -> (step, state of 16 streams, deep?, what theta is divided by besides)."""
     import torch
 
     from kernels import family
+    from kernels.dispatch import deep, linear_exact, linear_stale  # what production runs on this machine
     from kernels.features import feature_width, polynomial, taylor_coefficients
-    from kernels.linear import linear_exact, linear_stale, matrix_state, stale_state
-    from kernels.mlp import deep, deep_state
+    from kernels.linear import matrix_state, stale_state
+    from kernels.mlp import deep_state
     from kernels.muon import atlas, atlas_state
     from kernels.network import DEFAULT, MATRIX, Network
+    from kernels.omega import omega_exact, omega_state
 
     g = torch.Generator().manual_seed(seed + 2)
     h = 2 * D
@@ -178,7 +210,13 @@ def rules(seed: int) -> dict[str, tuple[Callable[..., Any], Any, bool, float]]:
         "titans deep, 3 layers": deeper(three),
         "titans deep, gated": deeper(gate, Network(gated=True)),
         "titans deep, exact last layer": deeper(two, hybrid, exact_last=True),
-        "omega matrix": stale(window=True),
+        "omega matrix exact": (
+            lambda q, k, v, t, e, a, s: omega_exact(q, k, v, t, e, a, lags(t), s),
+            omega_state(zero, 16, WINDOW),
+            False,
+            float(WINDOW),
+        ),
+        "omega matrix chunk-start": stale(window=True),
         "omega deep (OmegaNet)": deeper(two, window=True),
         "atlas matrix, Muon a token": muon([zero], MATRIX, 1),
         "atlas deep, Muon a chunk": muon(two, DEFAULT, CHUNK),

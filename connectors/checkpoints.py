@@ -94,13 +94,9 @@ class CheckpointStore:
     def _explain(self, error: sqlite3.DatabaseError) -> CheckpointError:
         text, where = str(error), f"the checkpoint '{self.path}'"
         if "locked" in text or "busy" in text:
-            return CheckpointError(
-                f"{where} has been locked by another program for {LOCK_SECONDS:.0f} s: close it first"
-            )
+            return CheckpointError(f"{where} has been locked by another program for {LOCK_SECONDS:.0f} s: close it first")
         if "full" in text or "disk I/O" in text:
-            return CheckpointError(
-                f"cannot write {where} ({text}): make room or mend the disk and start again; nothing committed is lost"
-            )
+            return CheckpointError(f"cannot write {where} ({text}): make room or mend the disk and start again; nothing committed is lost")
         if "not a database" in text or "malformed" in text:
             return CheckpointError(f"'{self.path}' is not a checkpoint of this program ({text})")
         return CheckpointError(f"{where} cannot be used: {text}")
@@ -115,17 +111,16 @@ class CheckpointStore:
         with self._transaction():
             row = self._db.execute("SELECT epoch, done, positions, receipts, counters, settings FROM run").fetchone()
             if row is None:
-                self._db.execute(
-                    "INSERT INTO run VALUES (1, ?, 1, 0, '{}', '{}', '{}', ?)", (FORMAT_VERSION, json.dumps(wanted))
-                )
+                self._db.execute("INSERT INTO run VALUES (1, ?, 1, 0, '{}', '{}', '{}', ?)", (FORMAT_VERSION, json.dumps(wanted)))
                 self.epoch = 1
                 return Progress(settings=wanted)
             found = json.loads(row[5])
             for name in sorted(set(wanted) | set(found)):
                 if wanted.get(name) != found.get(name):
+                    before, now = (str(side.get(name)) for side in (found, wanted))
+                    values = f"{name} = {before}, now it is {now}" if len(before + now) < 200 else f"another {name}"
                     raise CheckpointError(
-                        f"the checkpoint '{self.path}' was made with {name} = {found.get(name)}, now it is "
-                        f"{wanted.get(name)}: use the same, or start with a new checkpoint"
+                        f"the checkpoint '{self.path}' was made with {values}: use the same, or start with a new checkpoint"
                     )
             self.epoch = row[0] + 1
             self._db.execute("UPDATE run SET epoch = ?", (self.epoch,))

@@ -33,7 +33,7 @@ import logging
 import lzma
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, islice, pairwise
 from pathlib import Path
@@ -1005,11 +1005,14 @@ class Interval(NamedTuple):
     line: int
 
 
-def intervals(source: Source) -> Iterator[Interval]:
-    """Intervals of a BED file, or of a CSV or TSV with columns region (or chrom), start, end, [id, strand]."""
+def intervals(source: Source, bad: Callable[..., None] | None = None) -> Iterator[Interval]:
+    """Intervals of a BED file, or of a CSV or TSV with columns region (or chrom), start, end, [id, strand].
+
+    A line that holds none raises SequenceError, or goes to `bad(reason, record=, line=, text=)` and is passed over.
+    """
     stream = _Bytes(source)
     report = Report(stream.name)
-    last, names = "", None
+    last, names, record = "", None, 0
     try:
         for number, line in enumerate(stream.lines(), 1):
             if not line.strip() or line.startswith(("#", "track", "browser")):
@@ -1026,11 +1029,16 @@ def intervals(source: Source) -> Iterator[Interval]:
                     if "contig" not in names:
                         raise SequenceError(report.file, "has start and end but no region column", line=number)
                     continue
+            record += 1
             try:
                 start, end = int(fields[names["start"]]), int(fields[names["end"]])
                 contig = fields[names["contig"]]
             except (IndexError, ValueError) as error:
-                raise SequenceError(report.file, f"no interval in '{line[:80]}' ({error})", line=number, last_good=last) from error
+                reason = f"no interval in '{line[:80]}' ({error})"
+                if bad is None:
+                    raise SequenceError(report.file, reason, line=number, last_good=last) from error
+                bad(reason, record=record, line=number, text=line.encode())
+                continue
 
             def of(key: str, default: str, fields: list[str] = fields, names: dict[str, int] = names) -> str:
                 at = names.get(key)
@@ -1043,7 +1051,7 @@ def intervals(source: Source) -> Iterator[Interval]:
 
 
 def _bed(stream: _Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator[list[AnyRecord]]:
-    for number, interval in enumerate(intervals(_as_file(stream)), 1):
+    for number, interval in enumerate(intervals(_as_file(stream), policy.bad), 1):
         if interval.strand == ".":
             policy.report.warn('strand "." is read as "+"')
         try:
@@ -1086,17 +1094,25 @@ class Variant(NamedTuple):
     line: int
 
 
-def variants(source: Source, genome: Genome, window: int) -> Iterator[Variant]:
-    """Every allele of a VCF with its reference and alternative windows of `window` bases, padded with N at ends."""
+def variants(source: Source, genome: Genome, window: int, bad: Callable[..., None] | None = None) -> Iterator[Variant]:
+    """Every allele of a VCF with its reference and alternative windows of `window` bases, padded with N at ends.
+
+    A line that holds no variant raises SequenceError, or goes to `bad(reason, record=, line=, text=)` and is passed over.
+    """
     stream = _Bytes(source)
-    last = ""
+    last, record = "", 0
     try:
         for number, line in enumerate(stream.lines(), 1):
             if not line.strip() or line.startswith("#"):
                 continue
             fields = line.split("\t")
+            record += 1
             if len(fields) < 5 or not fields[1].isdigit():
-                raise SequenceError(stream.name, f"no variant in '{line[:80]}' (CHROM POS ID REF ALT)", line=number, last_good=last)
+                reason = f"no variant in '{line[:80]}' (CHROM POS ID REF ALT)"
+                if bad is None:
+                    raise SequenceError(stream.name, reason, line=number, last_good=last)
+                bad(reason, record=record, line=number, text=line.encode())
+                continue
             contig, position, name = fields[0], int(fields[1]) - 1, fields[2]
             ref = fields[3].upper()
             for alt in fields[4].upper().split(","):
@@ -1131,7 +1147,7 @@ def _variant(genome: Genome, contig: str, position: int, name: str, ref: str, al
 
 def _vcf(stream: _Bytes, policy: _Policy, genome: Genome, window: int) -> Iterator[list[AnyRecord]]:
     """The alternative window of every allele, as records: what a classifier would be shown."""
-    for number, variant in enumerate(variants(_as_file(stream), genome, window), 1):
+    for number, variant in enumerate(variants(_as_file(stream), genome, window, policy.bad), 1):
         id = f"{variant.contig}:{variant.position + 1}:{variant.ref}>{variant.alt}"
         if variant.status != "ok":
             detail = f", the genome has {variant.found}" if variant.found else ""
@@ -1167,7 +1183,15 @@ def _table(stream: _Bytes, policy: _Policy, upper: bool, columns: Sequence[str] 
             line=1,
         )
     number = 0
-    for row in rows:
+    while True:
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            number += 1
+            policy.bad(f"not readable as a row ({error})", record=number, line=rows.line_num)
+            continue
         if not row or not any(field.strip() for field in row):
             continue
         number += 1

@@ -11,6 +11,7 @@ import glob
 import os
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +22,43 @@ from connectors.errors import UserError
 CSV_SUFFIXES = (".csv", ".csv.gz")
 
 
+@dataclass(frozen=True)
+class CsvForm:
+    """How a CSV file is written. The default is what a program writes: commas, points, ISO stamps, UTF-8.
+
+    missing: texts that stand for a missing value, in every column. decimal_comma: `1.234,5` is 1234.5.
+    time_format: of the stamps, in strftime's letters (`%d/%m/%Y %H.%M.%S`); where it is not given stamps are ISO, and
+    day and month are never guessed. time_columns: text columns that joined by a space make the stamp, which becomes
+    the column `ds`.
+    """
+
+    separator: str = ","
+    decimal_comma: bool = False
+    missing: tuple[str, ...] = ("", "NA", "NaN", "nan", "None", "null", "NULL")
+    time_format: str | None = None
+    time_columns: tuple[str, ...] = ()
+    encoding: str = "utf8"
+
+
 def read(
     uri: str | os.PathLike[str],
     columns: Mapping[str, str] | None = None,
     *,
     required: tuple[str, ...] = (),
     storage_options: Mapping[str, str] | None = None,
+    csv: CsvForm | None = None,
 ) -> pl.DataFrame:
     """Read a table.
 
     `columns` maps the name wanted to the name in the table (`{"ds": "date", "y": "OT"}`); other columns keep their
     names. `required` names (after mapping) must be there. `storage_options` go to the object store (S3 endpoint, keys).
+    `csv` is how CSV files are written. In a CSV file a column of codes with leading zeros (`00123`) stays text, so that
+    `00123` and `123` are two.
     Raises UserError for a missing file, a missing column (it names those that exist), no rows, or an unreadable file.
     """
     text = os.fspath(uri)
     try:
-        frame = _scan(text, dict(storage_options or {}))
+        frame = _scan(text, dict(storage_options or {}), csv)
     except UserError:
         raise
     except Exception as error:  # polars, deltalake and adbc each raise their own kinds
@@ -56,9 +78,7 @@ def read(
     return frame
 
 
-def write(
-    frame: pl.DataFrame, uri: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None
-) -> None:
+def write(frame: pl.DataFrame, uri: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> None:
     """Write a table, replacing what was there; on local files a reader sees the old table or the new one, never a part.
 
     PostgreSQL tables are replaced in one transaction. Raises UserError for an address of unknown form.
@@ -82,7 +102,7 @@ def write(
         raise UserError(f"cannot write '{text}': use .csv, .csv.gz, .parquet, delta://, postgresql:// or s3://")
 
 
-def _scan(text: str, options: dict[str, str]) -> pl.DataFrame:
+def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.DataFrame:
     if text.startswith(("postgresql://", "postgres://")):
         address, table = _postgres(text)
         quoted = ".".join('"' + part.replace('"', '""') + '"' for part in table.split("."))
@@ -91,7 +111,8 @@ def _scan(text: str, options: dict[str, str]) -> pl.DataFrame:
         return pl.read_delta(text.removeprefix("delta://"), storage_options=options or None)
     if text.startswith("s3://"):
         if text.endswith(CSV_SUFFIXES):
-            return pl.scan_csv(text, try_parse_dates=True, storage_options=options).collect()
+            scan = pl.scan_csv(text, infer_schema=False, storage_options=options, **_dialect(csv))
+            return _typed(scan.collect(), csv or CsvForm())
         return pl.scan_parquet(text, storage_options=options).collect()
     path = Path(text)
     if path.is_dir():
@@ -105,17 +126,75 @@ def _scan(text: str, options: dict[str, str]) -> pl.DataFrame:
         files = sorted(glob.glob(text, recursive=True))
         if not files:
             raise UserError(f"no file matches '{text}'")
-        return pl.concat([_scan(name, options) for name in files])
+        return pl.concat([_scan(name, options, csv) for name in files])
     if not path.exists():
         raise UserError(f"'{text}' does not exist")
     if path.stat().st_size == 0:
         raise UserError(f"'{text}' is empty")
     if text.endswith(CSV_SUFFIXES):
+        if csv is not None:
+            return _typed(pl.read_csv(path, infer_schema=False, **_dialect(csv)), csv)
         # The whole file decides a column's type: a first hundred integers must not turn later decimals into an error.
-        return pl.read_csv(path, try_parse_dates=True, infer_schema_length=None)
+        frame = pl.read_csv(path, try_parse_dates=True, infer_schema_length=None)
+        return _with_codes(frame, path)
     if text.endswith(".parquet"):
         return pl.read_parquet(path)
     raise UserError(f"cannot tell the form of '{text}': use .csv, .csv.gz or .parquet")
+
+
+def _dialect(csv: CsvForm | None) -> dict[str, Any]:
+    form = csv or CsvForm()
+    return {
+        "separator": form.separator,
+        "null_values": list(form.missing),
+        "encoding": form.encoding,
+    }
+
+
+def _with_codes(frame: pl.DataFrame, path: Path) -> pl.DataFrame:
+    """Codes with leading zeros as the text they are: numbers would make one of `00123` and `123`."""
+    whole = [name for name, kind in frame.schema.items() if kind.is_integer()]
+    if not whole:
+        return frame
+    texts = pl.read_csv(path, columns=whole, infer_schema=False)
+    codes = [name for name in whole if texts[name].str.contains(r"^\s*0\d").any()]
+    return frame.with_columns(texts[name] for name in codes)
+
+
+def _typed(frame: pl.DataFrame, form: CsvForm) -> pl.DataFrame:
+    """Columns of text as numbers and stamps, where every value of a column is one."""
+    if form.time_columns:
+        absent = [name for name in form.time_columns if name not in frame.columns]
+        if absent:
+            raise UserError(f"there is no column {_names(absent)} to make the stamp from; there are {_names(frame.columns)}")
+        stamp = pl.concat_str(list(form.time_columns), separator=" ").alias("ds")
+        frame = frame.select(stamp, pl.exclude(*form.time_columns, "ds"))
+    return frame.select(_column(frame[name], form) for name in frame.columns)
+
+
+def _column(text: pl.Series, form: CsvForm) -> pl.Series:
+    given = text.drop_nulls()
+    if not len(given):
+        return text
+    if form.time_format is not None:
+        stamps = text.str.to_datetime(form.time_format, strict=False, time_unit="us")
+        if stamps.null_count() == text.null_count():
+            return stamps
+    elif given.str.contains(r"^\d{4}-\d\d-\d\d").all():
+        try:
+            return text.str.to_datetime(strict=True, time_unit="us")
+        except pl.exceptions.PolarsError:
+            return text
+    if given.str.contains(r"^\s*0\d").any() and not given.str.contains(r"[.,]").any():
+        return text  # codes
+    plain = text.str.strip_chars()
+    if form.decimal_comma:
+        plain = plain.str.replace_all(".", "", literal=True).str.replace(",", ".", literal=True)
+    for kind in (pl.Int64, pl.Float64):
+        numbers = plain.cast(kind, strict=False)
+        if numbers.null_count() == text.null_count():
+            return numbers
+    return text
 
 
 def _write_file(path: Path, write_to: Any) -> None:

@@ -18,13 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import linear, mlp
+from kernels import heads, linear, mlp
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import Affine, DeepState
 from kernels.network import DEFAULT, Network
 
 VARIABLE = "TETHYS_KERNELS"
 NAMES = ("torch", "native", "triton")
+NATIVE_TAPS = 8  # longest convolution of the native form
 TRITON_ROWS = 128  # tokens of a chunk, its window included, and channels of a head that one Triton program holds
 
 
@@ -183,6 +184,29 @@ def deep(
         options["gamma"] = gamma
     y, new = _load(chosen).deep(q, k, v, theta, eta, alpha, state, **options)
     return y, new
+
+
+def conv_heads(u: Tensor, tail: Tensor, weight: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """As `kernels.heads.conv_heads`; count: heads."""
+    if weight.shape[0] > NATIVE_TAPS or not _elementwise(u, tail, weight):
+        return heads.conv_heads(u, tail, weight, count, scale)
+    q, k, v = _load("native").conv_heads(u, tail, weight, count, scale)
+    return q, k, v
+
+
+def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
+    """As `kernels.heads.gated_norm`."""
+    if not _elementwise(y, g, weight):
+        return heads.gated_norm(y, g, weight)
+    out: Tensor = _load("native").gated_norm(y, g, weight)
+    return out
+
+
+def _elementwise(*tensors: Tensor) -> bool:
+    """Whether the native form of the parts around a memory runs. There is no Triton form, and forcing one concerns the memories only."""
+    from kernels import native
+
+    return forced() in (None, "native") and not native.supports(*tensors)
 
 
 def _load(name: str) -> Any:

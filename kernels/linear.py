@@ -91,11 +91,11 @@ def linear_exact(
     if alpha is not None and alpha.dim() == 4:
         return _channelwise(q, k, v, theta, eta, alpha, state, min(chunk, 16), read, write, decayed_error)
     dtype, B, H, T = state.W.dtype, *theta.shape
-    if T == 0:
+    if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
     if T == 1:
         return _exact_step(q, k, v, theta, eta, alpha, state, read, write, decayed_error)
-    if not _wants_grad(q, k, v, theta, eta, alpha, *state) and T > BLOCK * chunk:
+    if not wants_grad(q, k, v, theta, eta, alpha, *state) and T > BLOCK * chunk:
         outputs = []
         for at in range(0, T, BLOCK * chunk):
             part = slice(at, at + BLOCK * chunk)
@@ -108,7 +108,7 @@ def linear_exact(
     grid = fixed_grid(T, chunk, write, theta.device)
     Q, K, V = (grid.split(x.to(dtype)) for x in (q, k, v))
     forget = None if alpha is None else grid.split(alpha)
-    block = _cast(coefficients(grid.split(theta), None if eta is None else grid.split(eta), forget, grid.writes(B, H)), dtype)
+    block = cast_block(coefficients(grid.split(theta), None if eta is None else grid.split(eta), forget, grid.writes(B, H)), dtype)
     before = block.before()
     error_b, error_f, error_G = before.b, before.f, before.G
     if decayed_error and forget is not None:
@@ -117,9 +117,9 @@ def linear_exact(
     right = torch.cat([error_b.unsqueeze(-1) * K, error_f.unsqueeze(-1) * K, V], -1)
     solved = torch.linalg.solve_triangular((K @ K.mT) * error_G, right, upper=False, unitriangular=True)
     reader, target = solved.split([2 * K.shape[-1], V.shape[-1]], -1)
-    E, starts, end = _run(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
+    E, starts, end = run_chunks(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
     seen = block if read == "after" else before
-    Y = _read(Q, K, E, starts, seen)
+    Y = read_chunks(Q, K, E, starts, seen)
     W, S = end.view(B, H, *end.shape[-2:]).split(K.shape[-1], -1)
     return grid.join(Y, B, H).to(v.dtype), MatrixState(W=W, S=S)
 
@@ -153,14 +153,14 @@ def linear_stale(
         raise ValueError(f"linear_stale: loss is 'l2' or 'dot', not {loss!r}")
     check_window(gamma, state.keys, "linear_stale")
     dtype, B, H, T = state.W.dtype, *theta.shape
-    if T == 0:
+    if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
     if T == 1:
         return _stale_step(q, k, v, theta, eta, alpha, state, chunk, read, write, gamma, loss)
     piece = T
     if gamma is not None and write is not None:
         piece = 1  # the window holds written tokens only: with gaps, one token at a time is the whole rule
-    elif not _wants_grad(q, k, v, theta, eta, alpha, gamma, *state) or write is not None:
+    elif not wants_grad(q, k, v, theta, eta, alpha, gamma, *state) or write is not None:
         piece = BLOCK * chunk
     if T > piece:
         outputs = []
@@ -180,7 +180,7 @@ def linear_stale(
     block = coefficients(grid.split(theta), momentum, forget, grid.writes(B, H))
     if gamma is not None:
         block = window(block, grid.split(gamma))
-    block = _cast(block, dtype)
+    block = cast_block(block, dtype)
     first = opening(state.phase, state.W, state.anchor)
     if loss == "dot":
         reader = K[..., :0]
@@ -189,12 +189,12 @@ def linear_stale(
         at_anchor = V[:1] - K[:1] @ first.flatten(0, 1).mT
         reader = torch.cat([torch.zeros_like(K[:1]), K[1:]])
         target = torch.cat([at_anchor, V[1:]])
-    E, starts, end = _run(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
+    E, starts, end = run_chunks(reader, target, K, block, torch.cat([state.W, state.S], -1).flatten(0, 1))
     d = K.shape[-1]
     anchors = first.flatten(0, 1).unsqueeze(0)
     if len(starts) > 1:
         anchors = torch.cat([anchors, starts[1:, ..., :d]])
-    Y = Q @ anchors.mT if read == "anchor" else _read(Q, K, E, starts, block if read == "after" else block.before())
+    Y = Q @ anchors.mT if read == "anchor" else read_chunks(Q, K, E, starts, block if read == "after" else block.before())
     W, S = end.view(B, H, *end.shape[-2:]).split(d, -1)
     new = StaleState(
         W=W,
@@ -288,13 +288,13 @@ def check_window(gamma: Tensor | None, keys: Tensor, name: str) -> None:
         raise ValueError(f"{name}: gamma has c = {lags + 1} lags but the state carries a window of c = {keys.shape[2] + 1} tokens")
 
 
-def _read(Q: Tensor, K: Tensor, E: Tensor, starts: Tensor, seen: Coefficients) -> Tensor:
+def read_chunks(Q: Tensor, K: Tensor, E: Tensor, starts: Tensor, seen: Coefficients) -> Tensor:
     """Y = b * (Q W_0^T) + f * (Q S_0^T) - (G * Q K^T) E for all chunks at once."""
     queries = torch.cat([seen.b.unsqueeze(-1) * Q, seen.f.unsqueeze(-1) * Q], -1)
     return queries @ starts.mT - ((Q @ K.mT) * seen.G) @ E
 
 
-def _run(reader: Tensor, target: Tensor, K: Tensor, block: Coefficients, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def run_chunks(reader: Tensor, target: Tensor, K: Tensor, block: Coefficients, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The sequential part: two products a chunk. start = [W_0 | S_0] (B * H, d_v, 2 d_k)."""
     last = torch.cat([block.G[..., -1, :].unsqueeze(-1) * K, block.GS[..., -1, :].unsqueeze(-1) * K], -1)
     E, starts, end = _Chunks.apply(reader, target, last, block.b[..., -1], block.f[..., -1], block.m[..., -1], start)  # type: ignore[no-untyped-call]
@@ -456,9 +456,9 @@ def check(
         raise ValueError(f"matrix memory: read is one of {reads}, not {read!r}")
 
 
-def _cast(block: Coefficients, dtype: torch.dtype) -> Coefficients:
+def cast_block(block: Coefficients, dtype: torch.dtype) -> Coefficients:
     return Coefficients(*(x.to(dtype) for x in block))
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
+def wants_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)

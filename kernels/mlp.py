@@ -90,7 +90,7 @@ def deep(
     check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
     dtype = state.W[0].dtype
     B, H, T = k.shape[:3]
-    if T == 0:
+    if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
     if T == 1:
         return _step(q, k, v, theta, eta, alpha, state, init, chunk, network, affine, read, write, gamma, exact_last)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kernels.coefficients import clamp_gates, coefficients, window
-from kernels.grid import part_of
+from kernels.grid import check_phase, part_of
 from kernels.linear import carry_window, check_window, opening
 from kernels.mlp import Affine, Weights, deep_state
 from kernels.network import DEFAULT, Network, forward, inputs_and_deltas
@@ -83,7 +83,9 @@ def atlas(
     depth = len(state.W)
     theta = _by_layer(theta, depth)
     eta, alpha = (None if g is None else _by_layer(g, depth) for g in (eta, alpha))
-    low, high = (int(p) for p in state.phase.aminmax())
+    if T == 0 or B == 0:  # no token or no stream
+        return torch.zeros_like(v), state
+    low, high = check_phase(state.phase, chunk)
     outputs = [v.new_zeros(B, H, 0, v.shape[-1])]
     at = 0
     while at < T:

@@ -19,6 +19,8 @@ import typer
 
 from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
+from pipelines.forecasting import commands as forecasting
+from pipelines.genomics import commands as genomics
 
 app = typer.Typer(
     name="tethys",
@@ -29,13 +31,23 @@ app = typer.Typer(
 )
 models = typer.Typer(help="The registered models.", no_args_is_help=True)
 app.add_typer(models, name="models")
+app.add_typer(forecasting.forecasts, name="forecast")
+app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
+app.add_typer(genomics.app, name="genomics")
 
 
 class Executor(StrEnum):
     local = "local"
     ray = "ray"
+
+
+class Block(StrEnum):
+    lmm = "lmm"
+    mac = "mac"
+    mag = "mag"
+    mal = "mal"
 
 
 Data = Annotated[
@@ -95,6 +107,9 @@ def train(
     output: Annotated[Path, typer.Option(help="Folder for the plot, the leaderboard and the forecast table.")] = Path(
         "runs/train"
     ),
+    blocks: Annotated[
+        list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a forecaster, compare it with baselines on rolling origins, log the run and register the model."""
@@ -114,6 +129,7 @@ def train(
         executor=executor.value,
         seed=seed,
         output=output,
+        blocks=tuple(block.value for block in blocks or ()),
     )
     _show(result, as_json)
 
@@ -152,7 +168,9 @@ def backtest(
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet")
+@forecasting.forecasts.command(
+    "table", epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet"
+)
 def forecast(
     data: Data,
     id_column: IdColumn = "unique_id",

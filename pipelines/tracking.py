@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,7 +106,9 @@ class Run:
 
     def log_dataset(self, frame: pl.DataFrame, *, name: str, source: str, context: str = "training") -> str:
         """Names the data with a digest of its rows; returns the digest."""
-        dataset = from_polars(frame, source=source, name=name)
+        with warnings.catch_warnings():  # MLflow warns that a local path might be two kinds of local source
+            warnings.simplefilter("ignore", UserWarning)
+            dataset = from_polars(frame, source=source, name=name)
         mlflow.log_input(dataset, context=context)
         return str(dataset.digest)
 
@@ -153,15 +156,26 @@ def open_store(uri: str = DEFAULT_TRACKING_URI, experiment: str = EXPERIMENT) ->
 
 @contextmanager
 def run(
-    store: Store, name: str, *, params: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None
+    store: Store,
+    name: str,
+    *,
+    params: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+    parent: Run | None = None,
 ) -> Iterator[Run]:
-    """A run that ends with the block: FINISHED, or FAILED where the block raises.
+    """A run that ends with the block: FINISHED, or FAILED where the block raises. With `parent` it is a child of that run.
 
     Under `mlflow run` (which sets MLFLOW_RUN_ID) it is the run that MLflow began for the project.
     """
     mlflow.set_tracking_uri(store.uri)
     mlflow.set_registry_uri(store.uri)
-    with mlflow.start_run(experiment_id=store.experiment_id, run_name=name, tags=dict(tags or {})) as active:
+    with mlflow.start_run(
+        experiment_id=store.experiment_id,
+        run_name=name,
+        tags=dict(tags or {}),
+        nested=parent is not None,
+        parent_run_id=None if parent is None else parent.id,
+    ) as active:
         started = Run(store, active.info.run_id, active.info.experiment_id)
         if params:
             started.log_params(params)

@@ -53,8 +53,8 @@ class Panel:
         table).
     observed: (R,) bool.
     offsets: (S + 1,) int64.
-    frequency: the step of the grid: a number and a unit out of ms, s, m, h, d, w, mo, q, y, or i for whole numbers
-        ("1h", "15m", "1i").
+    frequency: the step of the grid: a number and a unit out of ms, s, m, h, d, b (business days, Monday to Friday), w,
+        mo, q, y, or i for whole numbers ("1h", "15m", "1i").
     """
 
     ids: tuple[str, ...]
@@ -89,9 +89,9 @@ class Panel:
         """
         first, last = self.ds[self.offsets[:-1]], self.ds[self.offsets[1:] - 1]
         start = int(np.argmin(first))
-        steps = int(_position(np.array([last.max()]), first[start], self.frequency)[0][0]) + 1
+        steps = int(position(np.array([last.max()]), first[start], self.frequency)[0][0]) + 1
         grid = np.concatenate([first[start : start + 1], continue_grid(first[start], self.frequency, steps - 1)])
-        where, fits = _position(first, first[start], self.frequency)
+        where, fits = position(first, first[start], self.frequency)
         if not fits.all():
             odd = int(np.flatnonzero(~fits)[0])
             raise UserError(
@@ -252,9 +252,11 @@ def partitions(uri: str) -> list[str]:
     return [uri]
 
 
-def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> Windows:
+def windows(
+    panel: Panel, look_back: int, horizon: int, *, stride: int = 1, max_gap: int | None = None
+) -> Windows:
     """Every window of `look_back` rows and the `horizon` rows after them; within each series one every `stride` rows,
-    from its first.
+    from its first. With `max_gap`, windows that touch a longer run of rows without an observation are left out.
 
     Raises UserError where no series is long enough for one window.
     """
@@ -271,7 +273,21 @@ def windows(panel: Panel, look_back: int, horizon: int, *, stride: int = 1) -> W
             f"series, {panel.ids[longest]!r}, has {int(panel.lengths[longest])}: shorten the look-back or the horizon"
         )
     nth = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
-    return Windows(panel, look_back, horizon, np.repeat(panel.offsets[:-1], counts) + nth * stride)
+    start = np.repeat(panel.offsets[:-1], counts) + nth * stride
+    if max_gap is not None:
+        inside = np.concatenate([[0], np.cumsum(_in_long_run(~panel.observed, panel.offsets, max_gap))])
+        start = start[inside[start + look_back + horizon] == inside[start]]
+    return Windows(panel, look_back, horizon, start)
+
+
+def _in_long_run(flags: NDArray[np.bool_], offsets: NDArray[np.int64], longest: int) -> NDArray[np.bool_]:
+    """(R,) whether a row lies in a run of more than `longest` set flags within one series."""
+    breaks = np.zeros(len(flags) + 1, dtype=bool)
+    breaks[1:-1] = flags[1:] != flags[:-1]
+    breaks[offsets] = True
+    edges = np.flatnonzero(breaks)
+    length = np.diff(edges)
+    return np.repeat(flags[edges[:-1]] & (length > longest), length)
 
 
 def ray_cluster(workers: int | None = None) -> None:
@@ -306,6 +322,9 @@ def continue_grid(stamp: Any, frequency: str, steps: int) -> NDArray[Any]:
     if unit == "i":
         return np.int64(stamp) + ahead * count
     stamp = np.datetime64(stamp, "us")
+    if unit == "b":
+        day = stamp.astype("datetime64[D]")
+        return np.busday_offset(day, ahead * count, roll="forward").astype("datetime64[us]") + (stamp - day)
     if unit in _UNITS_US:
         return stamp + ahead * np.timedelta64(count * _UNITS_US[unit], "us")
     month = stamp.astype("datetime64[M]")
@@ -319,11 +338,11 @@ def continue_grid(stamp: Any, frequency: str, steps: int) -> NDArray[Any]:
 
 def parse_frequency(frequency: str) -> tuple[int, str]:
     """("15m") -> (15, "m"). Raises UserError for anything that is not a whole positive number and a known unit."""
-    match = re.fullmatch(r"(\d*)(ms|s|m|h|d|w|mo|q|y|i)", frequency.strip())
+    match = re.fullmatch(r"(\d*)(ms|s|m|h|d|b|w|mo|q|y|i)", frequency.strip())
     if not match or (match[1] == "0" * len(match[1]) and match[1]):
         raise UserError(
             f"unknown frequency {frequency!r}: write a number and a unit, as 15m, 1h, 1d, 1w, 1mo, 1q or 1y (m is "
-            "minutes, mo is months), "
+            "minutes, mo is months, b is business days), "
             "or 1i where the time column counts steps"
         )
     return int(match[1] or 1), match[2]
@@ -384,7 +403,7 @@ def _sorted_rows(
     ids = pl.lit(target_column) if id_column is None else pl.col(id_column).cast(pl.String)
     rows = frame.select(
         ids.alias("unique_id"),
-        _stamps(frame.get_column(time_column), source).alias("ds"),
+        stamps(frame.get_column(time_column), source).alias("ds"),
         pl.col(target_column).cast(pl.Float64).fill_null(float("nan")).alias("y"),
     )
     for name, column in (("unique_id", id_column), ("ds", time_column)):
@@ -410,7 +429,7 @@ def _sorted_rows(
     )
 
 
-def _stamps(column: pl.Series, source: str) -> pl.Series:
+def stamps(column: pl.Series, source: str) -> pl.Series:
     """Whole numbers stay; dates, datetimes and ISO strings become datetimes in microseconds, in UTC, without a zone."""
     dtype = column.dtype
     if dtype.is_integer():
@@ -482,7 +501,7 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
         if (steps[same] == exact).all():
             return _panel(rows.ids, rows.ds, rows.y, offsets, frequency)
     first = np.repeat(rows.ds[offsets[:-1]], rows.lengths)
-    at, fits = _position(rows.ds, first, frequency)
+    at, fits = position(rows.ds, first, frequency)
     if not fits.all():
         off = np.flatnonzero(~fits)
         i = int(off[0])
@@ -536,24 +555,41 @@ def _infer_frequency(rows: _Rows, offsets: NDArray[Any], source: str) -> str:
     ds = rows.ds[offsets[longest] : offsets[longest + 1]][:_ROWS_TO_INFER_FROM]
     if len(ds) < 2:
         raise UserError(f"every series in {source} has a single row: state the frequency")
+    found = frequency_of(ds)
+    if found is None:
+        raise UserError(
+            f"series {rows.ids[longest]!r} in {source} moves in steps that are no whole number of milliseconds: the "
+            "shortest frequency is 1ms"
+        )
+    return found
+
+
+def frequency_of(ds: NDArray[Any]) -> str | None:
+    """The most common step of one series' rising stamps (at least two), as a frequency; None where it has no name."""
     values, counts = np.unique(np.diff(ds.astype(np.int64)), return_counts=True)
     step = int(values[np.argmax(counts)])
-    if rows.ds.dtype.kind == "i":
+    if ds.dtype.kind == "i":
         return f"{step}i"
     day = _UNITS_US["d"]
     for months, unit, low, high in ((1, "mo", 28, 31), (3, "q", 90, 92), (12, "y", 365, 366)):
         # A month has no fixed length; four weeks have. They are told apart by whether all stamps fit the calendar.
-        if low * day <= step <= high * day and _position(ds, ds[0], f"{months}mo")[1].all():
+        if low * day <= step <= high * day and position(ds, ds[0], f"{months}mo")[1].all():
             return f"1{unit}"
+    # Two whole weeks without a Saturday or Sunday are a calendar of business days, not daily rows with gaps.
+    if step == day and len(ds) >= 10 and position(ds, ds[0], "1b")[1].all():
+        return "1b"
+    return name_step(step)
+
+
+def name_step(microseconds: int) -> str | None:
+    """A fixed step as a frequency (3,600,000,000 -> "1h"); None where it is no whole number of milliseconds."""
     for unit in ("w", "d", "h", "m", "s", "ms"):
-        if step % _UNITS_US[unit] == 0:
-            return f"{step // _UNITS_US[unit]}{unit}"
-    raise UserError(
-        f"series {rows.ids[longest]!r} in {source} moves in steps of {step} microseconds: the shortest frequency is 1ms"
-    )
+        if microseconds > 0 and microseconds % _UNITS_US[unit] == 0:
+            return f"{microseconds // _UNITS_US[unit]}{unit}"
+    return None
 
 
-def _position(
+def position(
     ds: NDArray[Any], first: NDArray[Any] | np.generic, frequency: str
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Steps of `frequency` from `first` to each stamp (rounded down), and whether the stamp lies on that grid."""
@@ -562,6 +598,12 @@ def _position(
         step = count * _UNITS_US.get(unit, 1)
         distance = ds.astype(np.int64) - np.asarray(first).astype(np.int64)
         return distance // step, distance % step == 0
+    if unit == "b":
+        first = np.broadcast_to(np.asarray(first, dtype="datetime64[us]"), ds.shape)
+        days, first_days = ds.astype("datetime64[D]"), first.astype("datetime64[D]")
+        distance = np.busday_count(first_days, days)
+        fits = np.is_busday(days) & np.is_busday(first_days) & (ds - days == first - first_days)
+        return distance // count, fits & (distance % count == 0)
     step = count * _UNITS_MONTHS[unit]
     first = np.broadcast_to(np.asarray(first, dtype="datetime64[us]"), ds.shape)
     distance = (ds.astype("datetime64[M]") - first.astype("datetime64[M]")).astype(np.int64)

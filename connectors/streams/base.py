@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
+import orjson
 import polars as pl
 
 from connectors.errors import UserError
 
 # Larger than any sensible event; a runaway producer must not fill the memory of the worker.
 MAX_RECORD_BYTES = 1 << 20
+# No measured quantity is larger; sentinels such as 1e308 would overflow every sum of squares of a memory.
+LARGEST_VALUE = 1e30
 # Only the head of a refused record is kept with its dead letter.
 DEAD_LETTER_BYTES = 4096
 
@@ -131,9 +134,16 @@ def parse_value(value: Any) -> float:
         if value.lower() in ("", "nan", "na", "null", "none"):
             return math.nan
     number = float(value)
-    if math.isinf(number):
-        raise ValueError("infinite value")
+    if abs(number) > LARGEST_VALUE:
+        raise ValueError(f"value {number} is beyond {LARGEST_VALUE:g}")
     return number
+
+
+def _parse_json(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return json.loads(line.decode("utf-8"))  # also takes the bare NaN that many programs write
 
 
 COLUMNS = {"unique_id": "unique_id", "ds": "ds", "y": "y", "event_id": "event_id"}
@@ -165,14 +175,13 @@ class Decoder:
         if len(line) > MAX_RECORD_BYTES:
             return dead_letter("oversize", f"{len(line)} bytes, at most {MAX_RECORD_BYTES}", partition, offset, line)
         try:
-            text = line.decode("utf-8")
             if self.form == "json":
-                fields = json.loads(text)
+                fields = _parse_json(line)
                 if not isinstance(fields, dict):
                     raise ValueError("not a JSON object")
             else:
                 assert self.header is not None
-                cells = next(csv.reader([text], strict=True))
+                cells = next(csv.reader([line.decode("utf-8")], strict=True))
                 if len(cells) != len(self.header):
                     raise ValueError(f"{len(cells)} cells, the header has {len(self.header)}")
                 fields = dict(zip(self.header, cells, strict=True))

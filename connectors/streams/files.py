@@ -190,9 +190,7 @@ class FileSource:
     def seek(self, positions: Positions) -> None:
         place = positions.get(self.partition)
         if place is None:
-            raise UserError(
-                f"the checkpoint belongs to {sorted(positions)}, not to '{self.partition}': use another checkpoint"
-            )
+            raise UserError(f"the checkpoint belongs to {sorted(positions)}, not to '{self.partition}': use another checkpoint")
         candidates = [self.path, *sorted(p for p in self.path.parent.glob(self.path.name + ".*") if p.is_file())]
         for wanted in ("inode", "head"):
             for path in candidates:
@@ -348,9 +346,7 @@ class FileSink:
                 "put the file back, or start with a new checkpoint and output"
             )
         if receipt is None and size:
-            raise UserError(
-                f"'{self.path}' already holds {size} bytes of another run: choose another output, or use its checkpoint"
-            )
+            raise UserError(f"'{self.path}' already holds {size} bytes of another run: choose another output, or use its checkpoint")
         os.ftruncate(self.handle, length)
         os.lseek(self.handle, length, os.SEEK_SET)
         self.length = length
@@ -410,9 +406,7 @@ class ParquetSink:
         self.next = 0 if receipt is None else int(receipt)
         files = self._files()
         if receipt is None and files:
-            raise UserError(
-                f"'{self.path}' already holds {len(files)} files of another run: choose another output, or use its checkpoint"
-            )
+            raise UserError(f"'{self.path}' already holds {len(files)} files of another run: choose another output, or use its checkpoint")
         numbers = [int(p.stem.removeprefix("part-")) for p in files]
         if sorted(n for n in numbers if n < self.next) != list(range(self.next)):
             raise UserError(

@@ -22,16 +22,28 @@ from torch import Tensor
 
 from kernels.linear import READS, MatrixState
 from kernels.mlp import DeepState
-from kernels.network import Network
+from kernels.network import DEFAULT, Network
 
 __all__ = [
-    "LayerStep", "Status", "conv_heads", "deep", "deep_step_", "fma_peak", "gated_norm", "linear_exact", "linear_step_", "select_width", "status", "supports_deep", "supports_linear",
-]  # fmt: skip
-
+    "Layer",
+    "Status",
+    "conv_heads",
+    "deep",
+    "deep_step_",
+    "fma_peak",
+    "gated_norm",
+    "linear_exact",
+    "linear_step_",
+    "select_width",
+    "status",
+    "supports",
+    "supports_deep",
+    "supports_linear",
+]
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "tethys_native.so"  # made by kernels.native.build
-SOURCES = ("core.h", "vector.h", "coefficients.h", "linear.h", "activation.h", "deep.h", "deep_step.h", "deep_backward.h", "layer.h", "layer_step.h", "core.cpp", "bindings.cpp")
+SOURCES = sorted(p.name for p in HERE.iterdir() if p.suffix in (".h", ".cpp"))
 
 
 def fingerprint() -> str:
@@ -113,9 +125,17 @@ def _empty_rows(x: Tensor, d: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------------- matrix memory
 
 
-def supports_linear(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, state: MatrixState, decayed_error: bool = False
-) -> str:
+def supports(*tensors: Tensor) -> str:
+    """Empty if the native kernels run here and take tensors of this dtype and device, else why not."""
+    if not status().available:
+        return status().reason
+    for x in tensors:
+        if x.dtype is not torch.float32 or x.device.type != "cpu":
+            return f"native kernels are float32 on the CPU, not {x.dtype} on {x.device}"
+    return ""
+
+
+def supports_linear(q: Tensor, k: Tensor, v: Tensor, alpha: Tensor | None, state: MatrixState, decayed_error: bool = False) -> str:
     """Empty if `linear_exact` here can take the call, else why not."""
     if not status().available:
         return status().reason
@@ -123,10 +143,7 @@ def supports_linear(
         return "decayed_error is not native"
     if alpha is not None and alpha.dim() == 4:
         return "channel-wise forgetting is not native"
-    for x in (q, k, v, *state):
-        if x.dtype is not torch.float32 or x.device.type != "cpu":
-            return f"native kernels are float32 on the CPU, not {x.dtype} on {x.device}"
-    return ""
+    return supports(q, k, v, *state)
 
 
 def linear_exact(
@@ -160,7 +177,7 @@ def linear_exact(
 def linear_step_(
     q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor | None, alpha: Tensor | None, state: MatrixState, y: Tensor
 ) -> None:
-    """One token, in place: q, k (B, H, 1, d_k), v and y (B, H, 1, d_v); `state` and `y` are overwritten. For streams under inference_mode."""
+    """One token, in place: q, k (B, H, 1, d_k), v and y (B, H, 1, d_v); `state` and `y` are overwritten. Under inference_mode only."""
     W, S = state
     _ops().linear_forward(q, k, v, theta, eta, alpha, None, W, S, y, W, S, None, 1, False)
 
@@ -181,7 +198,7 @@ class _Linear(torch.autograd.Function):
         return y, W1, S1
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor, dW1: Tensor, dS1: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, theta, eta, alpha, write, saved = ctx.saved_tensors
         dq, dk, dv = _empty_rows(q, q.shape[-1]), _empty_rows(k, k.shape[-1]), _empty_rows(v, v.shape[-1])
@@ -202,7 +219,7 @@ def supports_deep(
     k: Tensor,
     v: Tensor,
     state: DeepState,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     gamma: Tensor | None = None,
     exact_last: bool = False,
 ) -> str:
@@ -215,10 +232,7 @@ def supports_deep(
         return "native deep memories have the l2 loss and plain hidden features"
     if gamma is not None or state.keys.shape[2] or exact_last:
         return "the Omega window and the exact last layer are not native"
-    for x in (q, k, v, *state.W, *state.S, *state.anchor):
-        if x.dtype is not torch.float32 or x.device.type != "cpu":
-            return f"native kernels are float32 on the CPU, not {x.dtype} on {x.device}"
-    return ""
+    return supports(q, k, v, *state.W, *state.S, *state.anchor)
 
 
 def deep(
@@ -232,7 +246,7 @@ def deep(
     *,
     init: Sequence[Tensor] | None,
     chunk: int = 16,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: tuple[Tensor, Tensor] | None = None,
     read: str = "after",
     write: Tensor | None = None,
@@ -275,7 +289,7 @@ def deep_step_(
     *,
     init: Sequence[Tensor] | None,
     chunk: int,
-    network: Network = Network(),
+    network: Network = DEFAULT,
     affine: tuple[Tensor, Tensor] | None = None,
     read: str = "after",
 ) -> None:
@@ -315,15 +329,13 @@ class _Deep(torch.autograd.Function):
         saved = v.new_empty(B * H * blocks * ops.deep_saved(d_in, d_out, h))
         state = tuple(x.contiguous() for x in state)
         y, out = _empty_rows(v, d_out), [torch.empty_like(x) for x in state]
-        ops.deep_forward(
-            q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, list(state), y, out, saved, blocks, *flags
-        )
+        ops.deep_forward(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, list(state), y, out, saved, blocks, *flags)
         ctx.save_for_backward(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, state[4], state[5], saved)
         ctx.flags, ctx.blocks = flags, blocks
         return y, *out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor, *dstate: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, anchor1, anchor2, saved = ctx.saved_tensors
         dstate = tuple(x.contiguous() for x in dstate)
@@ -331,13 +343,16 @@ class _Deep(torch.autograd.Function):
         dq, dk, dv = _empty_rows(q, q.shape[-1]), _empty_rows(k, k.shape[-1]), _empty_rows(v, d_out)
         given = [g for g in (theta, eta, alpha) if g is not None]
         shared = all(g.stride(-1) == 0 for g in given)  # then the kernel writes the sum over layers to layer 0
-        dgates = [None if g is None else torch.empty_like(g[..., :1] if shared else g, memory_format=torch.contiguous_format) for g in (theta, eta, alpha)]
+        dgates = [
+            None if g is None else torch.empty_like(g[..., :1] if shared else g, memory_format=torch.contiguous_format)
+            for g in (theta, eta, alpha)
+        ]
         grads = [torch.empty_like(x) for x in dstate]
         dinit = [] if init1 is None else [dstate[0].new_empty(B, *init1.shape), dstate[0].new_empty(B, *init2.shape)]
         daffine = [] if scale is None else [v.new_empty(B, H, d_out), v.new_empty(B, H, d_out)]
         _ops().deep_backward(
-            q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, [anchor1, anchor2], saved, ctx.blocks, _rows(dy), list(dstate),
-            dq, dk, dv, *(None if g is None else g.expand(B, H, T, 2) for g in dgates), [*grads, *dinit, *daffine], *ctx.flags,
+            q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, [anchor1, anchor2], saved, ctx.blocks, _rows(dy),
+            list(dstate), dq, dk, dv, *(g if g is None else g.expand(B, H, T, 2) for g in dgates), [*grads, *dinit, *daffine], *ctx.flags,
         )  # fmt: skip
         if shared:  # `expand` in the forward pass sums over its copies: all of the gradient in the first, zeros in the second
             dgates = [None if g is None else torch.nn.functional.pad(g, [0, 1]) for g in dgates]
@@ -354,16 +369,16 @@ def conv_heads(u: Tensor, tail: Tensor, weight: Tensor, heads: int, scale: float
 
     tail (B, taps - 1, 3 D): the inputs before the first token; weight (taps, 3 D), its last row for the newest input.
     """
-    return _ConvHeads.apply(u, tail.contiguous(), weight.contiguous(), heads, scale)  # type: ignore[no-any-return,no-untyped-call]
+    return _ConvHeads.apply(u, tail.contiguous(), weight.contiguous(), heads, scale)  # type: ignore[no-untyped-call]
 
 
 def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     """(B, T, D) from reads y (B, H, T, d) and g (B, T, D): RMSNorm of every head's row, times weight (d), times SiLU(g)."""
-    return _GatedNorm.apply(_rows(y), g, weight.contiguous())  # type: ignore[no-any-return,no-untyped-call]
+    return _GatedNorm.apply(_rows(y), g, weight.contiguous())  # type: ignore[no-untyped-call]
 
 
-class LayerStep:
-    """One token of a whole memory layer in one call: projections, convolution, gates, memory, norm, output gate, projection.
+class Layer:
+    """A whole memory layer without autograd in one call: projections, convolution, gates, memory, norm, output gate, projection.
 
     Built once from trained weights, which it copies: qkv (3 D, D), gate (D, D), gates (3 H L, D) with bias (3 H L) in the order alpha, eta,
     theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D).
@@ -384,17 +399,18 @@ class LayerStep:
         divisor: float,
         chunk: int,
         init: Sequence[Tensor] | None = None,
-        network: Network = Network(),
+        network: Network = DEFAULT,
         affine: tuple[Tensor, Tensor] | None = None,
         read: str = "after",
         momentum: bool = True,
         decay: bool = True,
     ) -> None:
-        def columns(weight: Tensor) -> Tensor:  # the kernels want whole vectors
-            return torch.nn.functional.pad(weight.detach().mT, [0, -weight.shape[0] % 16]).contiguous()
+        def columns(weight: Tensor) -> Tensor:  # an odd number of whole vectors a row: rows then fall into different cache sets
+            wide = (-(-weight.shape[0] // 16) | 1) * 16
+            return torch.nn.functional.pad(weight.detach().mT, [0, wide - weight.shape[0]]).contiguous()
 
         outer = (None if x is None else x.detach() for x in _outer(init, affine, network))
-        self._call = _ops().layer_step.default
+        self._call = _ops().layer.default
         self._fixed = (
             columns(torch.cat((qkv, gate, gates))), *(x.detach().clone() for x in (conv, bias, norm)), columns(out), *outer,
             out.shape[0] // norm.shape[0], scale, divisor, momentum, decay, chunk, READS.index(read), network.norm, network.residual,
@@ -402,7 +418,7 @@ class LayerStep:
         )  # fmt: skip
 
     def __call__(self, x: Tensor, tail: Tensor, memory: MatrixState | DeepState) -> Tensor:
-        """x (B, D) -> y (B, D); tail (B, taps - 1, 3 D) and `memory`, phase included, are overwritten. Under inference_mode only."""
+        """x (B, T, D) -> y (B, T, D); tail (B, taps - 1, 3 D) and `memory`, phase included, are overwritten. Under inference_mode only."""
         y = torch.empty_like(x)
         if isinstance(memory, DeepState):
             self._call(x, tail, [*memory.W, *memory.S, *memory.anchor], memory.phase, y, *self._fixed)
@@ -422,7 +438,7 @@ class _ConvHeads(torch.autograd.Function):
         return tuple(out.view(B, T, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4).unbind(0))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         u, tail, weight = ctx.saved_tensors
         du, dtail = torch.empty_like(u, memory_format=torch.contiguous_format), torch.empty_like(tail)
@@ -440,7 +456,7 @@ class _GatedNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         y, g, weight = ctx.saved_tensors
         dy, dg = _empty_rows(y, y.shape[-1]), torch.empty_like(g, memory_format=torch.contiguous_format)

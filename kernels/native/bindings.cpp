@@ -304,31 +304,34 @@ static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor
   over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->gate_backward(c, a, b); });
 }
 
-// x (B, D) -> y (B, D). project (D, 4 D + 3 H L) = [W_qkv | W_gate | W_gates]^T and out (D, D) = W_out^T, each with its rows padded with zeros
-// to whole vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
-static void layer_step(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase, Tensor y, Tensor project, Tensor conv, Tensor bias,
+// x (B, T, D) -> y (B, T, D). project (D, 4 D + 3 H L) = [W_qkv | W_gate | W_gates]^T and out (D, D) = W_out^T, each with its rows padded with zeros
+// to an odd number of vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
+static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase, Tensor y, Tensor project, Tensor conv, Tensor bias,
                        Tensor norm, Tensor output, Maybe init1, Maybe init2, Maybe scale, Maybe shift, int64_t heads, double length,
                        double divisor, bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps) {
-  check(x, "x", 2);
+  check(x, "x", 3);
   check(state[0], "state", 4);
   StepCall c{};
   c.matrix = state.size() == 2;
   STD_TORCH_CHECK(c.matrix || (state.size() == 6 && phase), "tethys_native: state is W, S or W1, W2, S1, S2, A1, A2 with phase");
   c.layers = c.matrix ? 1 : 2, c.momentum = momentum, c.decay = decay, c.divisor = (float)divisor;
-  int64_t B = x.size(0), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
-  int64_t width = (4 * D + 3 * H * L + 15) / 16 * 16, wide = (D + 15) / 16 * 16;
+  int64_t B = x.size(0), T = x.size(1), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
+  int64_t width = ((4 * D + 3 * H * L + 15) / 16 | 1) * 16, wide = ((D + 15) / 16 | 1) * 16;
+  c.width = width, c.wide = wide;
+  c.x = dense(x, "x", B * T * D), c.y = (float*)dense(y, "y", B * T * D);
+  c.project = dense(project, "project", D * width), c.output = dense(output, "out", D * wide);
+  bool one = T == 1;
   static thread_local std::vector<float> arena;
-  if (arena.size() < (size_t)(B * (width + 4 * D + 3 * H * L + D + wide))) arena.resize(B * (width + 4 * D + 3 * H * L + D + wide));
+  if (one && arena.size() < (size_t)(B * (width + 4 * D + 3 * H * L + D + wide))) arena.resize(B * (width + 4 * D + 3 * H * L + D + wide));
   float *p = arena.data(), *w = p + B * width, *o = w + B * (4 * D + 3 * H * L), *result = o + B * D;
-  const float* in = dense(x, "x", B * D);
-  g_core->product(B, width, D, in, D, dense(project, "project", D * width), width, p, width);
+  if (one) g_core->product(B, width, D, c.x, D, c.project, width, p, width);
   c.p = p, c.p_b = width;
   c.bias = dense(bias, "bias", 3 * H * L);
   HeadsCall& h = c.heads;
-  h.B = B, h.H = H, h.T = 1, h.d = d, h.taps = conv.size(0), h.scale = (float)length;
+  h.B = B, h.H = H, h.T = T, h.d = d, h.taps = conv.size(0), h.scale = (float)length;
   h.u = c.p, h.u_b = c.p_b, h.u_t = 0, h.out = w;
   STD_TORCH_CHECK(h.taps >= 1 && h.taps <= 8, "tethys_native: the convolution has 1 to 8 taps, not ", h.taps);
-  h.tail = dense(tail, "tail", B * (h.taps - 1) * 3 * D), h.weight = dense(conv, "conv", h.taps * 3 * D);
+  h.tail = c.tail = (float*)dense(tail, "tail", B * (h.taps - 1) * 3 * D), h.weight = dense(conv, "conv", h.taps * 3 * D);
   auto part = [&](int64_t n) { return Rows{w + n * D, 3 * D, d, 0}; };
   float* read_out = w + B * 3 * D;
   c.gates = read_out + B * D;
@@ -338,7 +341,7 @@ static void layer_step(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe p
   c.gate.y = {read_out, D, d, 0}, c.gate.g = c.p + 3 * D, c.gate.g_b = c.p_b, c.gate.weight = dense(norm, "norm", d);
   c.gate.out = o;
   auto fill = [&](auto& call) {
-    call.B = B, call.H = H, call.T = 1, call.chunk = chunk;
+    call.B = B, call.H = H, call.T = T, call.chunk = chunk;
     call.q = part(0), call.k = part(1), call.v = part(2), call.y = c.gate.y;
     call.theta = gate_of(2), call.eta = momentum ? gate_of(1) : none, call.alpha = decay ? gate_of(0) : none;
   };
@@ -362,16 +365,16 @@ static void layer_step(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe p
     deep_blocks((float**)e.W, state, 0, "W", e), deep_blocks((float**)e.S, state, 2, "S", e), deep_blocks((float**)e.A, state, 4, "anchor", e);
     for (int l = 0; l < 2; ++l) e.W_out[l] = (float*)e.W[l], e.S_out[l] = (float*)e.S[l], e.A_out[l] = (float*)e.A[l];
   }
-  over_memories(B * H, [&](int64_t a, int64_t b) { g_core->layer_step(c, a, b); });
+  if (one) over_memories(B * H, [&](int64_t a, int64_t b) { g_core->layer_step(c, a, b); });
+  else over_memories(B, [&](int64_t a, int64_t b) { g_core->layer_forward(c, a, b); });
   if (!c.matrix) {
     int64_t* at = (int64_t*)phase->data_ptr();
-    for (int64_t b = 0; b < B; ++b) at[b] = (at[b] + 1) % chunk;
+    for (int64_t b = 0; b < B; ++b) at[b] = (at[b] + T) % chunk;
   }
-  float* to = (float*)dense(y, "y", B * D);
-  const float* last = dense(output, "out", D * wide);
-  if (wide == D) return g_core->product(B, D, D, o, D, last, D, to, D);
-  g_core->product(B, wide, D, o, D, last, wide, result, wide);
-  for (int64_t b = 0; b < B; ++b) memcpy(to + b * D, result + b * wide, D * 4);
+  if (!one) return;
+  if (D % 16 == 0) return g_core->product(B, D, D, o, D, c.output, wide, c.y, D);
+  g_core->product(B, wide, D, o, D, c.output, wide, result, wide);
+  for (int64_t b = 0; b < B; ++b) memcpy(c.y + b * D, result + b * wide, D * 4);
 }
 
 STABLE_TORCH_LIBRARY(tethys_native, m) {
@@ -393,7 +396,7 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def("gate_forward(Tensor y, Tensor g, Tensor weight, Tensor(a!) out) -> ()");
   m.def("gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor(a!) dy, Tensor(b!) dg, Tensor(c!) dweight) -> ()");
   m.def(
-      "layer_step(Tensor x, Tensor(a!) tail, Tensor(b!)[] state, Tensor(c!)? phase, Tensor(d!) y, Tensor project, Tensor conv, Tensor bias, "
+      "layer(Tensor x, Tensor(a!) tail, Tensor(b!)[] state, Tensor(c!)? phase, Tensor(d!) y, Tensor project, Tensor conv, Tensor bias, "
       "Tensor norm, Tensor out, Tensor? init1, Tensor? init2, Tensor? scale, Tensor? shift, int heads, float length, float divisor, "
       "bool momentum, bool decay, int chunk, int read, bool lnorm, bool residual, float eps) -> ()");
   m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
@@ -424,7 +427,7 @@ STABLE_TORCH_LIBRARY_IMPL(tethys_native, CPU, m) {
   m.impl("heads_backward", TORCH_BOX(&heads_backward));
   m.impl("gate_forward", TORCH_BOX(&gate_forward));
   m.impl("gate_backward", TORCH_BOX(&gate_backward));
-  m.impl("layer_step", TORCH_BOX(&layer_step));
+  m.impl("layer", TORCH_BOX(&layer));
   m.impl("deep_count", TORCH_BOX(&deep_count));
   m.impl("deep_forward", TORCH_BOX(&deep_forward));
   m.impl("deep_backward", TORCH_BOX(&deep_backward));

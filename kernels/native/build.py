@@ -39,8 +39,10 @@ def build() -> Path:
     with tempfile.TemporaryDirectory() as scratch:
         objects = [Path(scratch, f"core{width}.o") for width, _ in widths] + [Path(scratch, "bindings.o")]
         commands = [
-            [cxx, "-c", *FLAGS, *([f"-march={arch}"] if arch else []), f"-DTETHYS_WIDTH={width}", f"-DTETHYS_CORE=core{width}"]
-            + [str(HERE / "core.cpp"), "-o", str(out)]
+            [
+                *(cxx, "-c", *FLAGS, *([f"-march={arch}"] if arch else [])),
+                *(f"-DTETHYS_WIDTH={width}", f"-DTETHYS_CORE=core{width}", str(HERE / "core.cpp"), "-o", str(out)),
+            ]
             for (width, arch), out in zip(widths, objects, strict=False)
         ]
         include = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", f'-DTETHYS_SOURCES="{fingerprint()}"']

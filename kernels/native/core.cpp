@@ -4,6 +4,7 @@
 #include "deep_step.h"
 #include "deep_backward.h"
 #include "layer.h"
+#include "layer_forward.h"
 #include "layer_step.h"
 
 namespace {
@@ -43,5 +44,5 @@ long deep_count(const tethys::DeepCall& c) {
 extern const tethys::Core TETHYS_CORE;
 const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
                                   deep_step, heads_forward, heads_backward, gate_forward, gate_backward,
-                                  product, layer_step,
+                                  product, layer_step, layer_forward,
                                   linear_saved, deep_count, deep_saved, fma};

@@ -104,6 +104,10 @@ struct GateCall {
 struct StepCall {
   bool matrix, momentum, decay;
   long layers;       // L: gates a head
+  long width, wide;  // padded rows of project and output
+  const float *x, *project, *output;
+  float* y;          // (B, T, D), as x
+  float* tail;
   float divisor;     // of theta
   const float* p;    // row stride p_b
   long p_b;
@@ -130,6 +134,7 @@ struct Core {
   void (*gate_backward)(const GateCall&, long begin, long end);
   void (*product)(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc); // N padded
   void (*layer_step)(const StepCall&, long begin, long end);
+  void (*layer_forward)(const StepCall&, long begin, long end); // streams, not memories
   size_t (*linear_saved)(const LinearCall&); // floats a memory
   long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
   size_t (*deep_saved)(const DeepCall&);     // floats a block

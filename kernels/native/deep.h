@@ -1,9 +1,10 @@
 // The 2-layer memory M(x) = [x +] [LN] (W2 gelu(W1 x)) under chunk-start gradients, in the dual form: every gradient of a chunk is an outer
 // product known at the anchor, so that no token's weights are ever formed (kernels/mlp.py states the formulas).
-// Inside, the state is held transposed and joined, so that one product serves all parts:
-//     layer 1 stacked   [W1^T; S1^T; I1^T]  (3 din x h)      read by rows [b q | f q | (1 - b) q]
-//     layer 2 abreast   [W2^T | S2^T | I2^T] (h x 3 dout)    read once, then combined by b, f, 1 - b
-// with I the weights decayed towards (absent: decay to zero). A call is cut into blocks: runs of tokens inside one open chunk.
+// Inside, the state is held transposed and joined, so that one product serves both parts:
+//     layer 1 stacked   [W1^T; S1^T]  (2 din x h)      read by rows [b q | f q]
+//     layer 2 abreast   [W2^T | S2^T] (h x 2 dout)     read once, then combined by b, f
+// and beside it I1^T, I2^T, the weights decayed towards (absent: decay to zero), read with 1 - b. A call is cut into blocks: runs of tokens
+// inside one open chunk. For a backward pass every block leaves its start where it was and writes the next one behind it.
 #pragma once
 #include "activation.h"
 #include "coefficients.h"
@@ -80,10 +81,10 @@ inline void norm_row_backward(const DeepCall& c, long op, float* g, const float*
 
 struct Deep {
   const DeepCall& c;
-  long d, o, h, op, hp, ldd, ldo, ldh, ld2, ldq, ldn, most;
+  long d, o, h, op, hp, ldd, ldo, ldh, ld2, ldp, ldq, ldn, most; // ld2, ldp: of rows of 2 and 3 padded dout
   long parts; // 3 with init, else 2
   // state
-  float *WS1, *WS2, *A1t, *A2t, *A2;
+  float *WS1, *WS2, *I1, *I2, *A1t, *A2t, *A2;
   const float *a1, *a2; // the anchor in use
   long lda2;
   // block
@@ -94,19 +95,19 @@ struct Deep {
   bool training; // keep second derivatives
 
   Deep(Scratch& s, const DeepCall& call, bool train)
-      : c(call), d(c.din), o(c.dout), h(c.h), op(pad(o)), hp(pad(h)), ldd(odd(d)), ldo(odd(o)), ldh(odd(h)), ld2(odd(3 * op)),
+      : c(call), d(c.din), o(c.dout), h(c.h), op(pad(o)), hp(pad(h)), ldd(odd(d)), ldo(odd(o)), ldh(odd(h)), ld2(odd(2 * op)), ldp(odd(3 * op)),
         ldq(odd(3 * d + VL)), most(c.chunk < c.T ? c.chunk : c.T), parts(c.init[0] ? 3 : 2), co0(s, most), co1(s, most), reads(c.read != 2),
         training(train) {
     long n = most;
     ldn = odd(n);
-    WS1 = s.zeros(3 * d * ldh), WS2 = s.zeros(h * ld2), A1t = s.zeros(d * ldh), A2t = s.zeros(h * ldo), A2 = s.zeros(o * ldh);
+    WS1 = s.zeros(2 * d * ldh), WS2 = s.zeros(h * ld2), I1 = s.zeros(d * ldh), I2 = s.zeros(h * ldo), A1t = s.zeros(d * ldh), A2t = s.zeros(h * ldo), A2 = s.zeros(o * ldh);
     KQ = s.zeros(2 * n * ldd), V = s.zeros(n * ldo), Z = s.take(2 * n * ldh), A = s.take(3 * n * ldh), G1 = s.take(2 * n * ldh);
     G2 = train ? s.take(n * ldh) : nullptr;
     Z2 = s.take(3 * n * ldo), U = s.take(2 * n * ldo), inv = s.take(2 * n), D1 = s.take(n * ldh), D2 = s.take(3 * n * ldo);
     B1 = train ? s.take(n * ldh) : D1;
     GK = s.take(n * ldq), GD2 = s.take(n * ld2), Y = s.take(n * ldo);
     if (reads) {
-      QB = s.take(n * ldq), P2 = s.take(n * ld2), X1 = s.take(n * ldn), X2 = s.take(n * ldn), M1 = s.take(n * ldn), M2 = s.take(n * ldn);
+      QB = s.take(n * ldq), P2 = s.take(n * ldp), X1 = s.take(n * ldn), X2 = s.take(n * ldn), M1 = s.take(n * ldn), M2 = s.take(n * ldn);
       Kt = s.take(d * ldn), At = s.take(h * ldn);
     }
     ones = s.zeros(op), scale = s.zeros(op), shift = s.zeros(op);
@@ -117,8 +118,8 @@ struct Deep {
 
   void load_outer(long j) { // what all streams of a head share
     if (c.init[0]) {
-      transpose(c.init[0] + j * h * d, d, h, d, WS1 + 2 * d * ldh, ldh);
-      transpose(c.init[1] + j * o * h, h, o, h, WS2 + 2 * op, ld2);
+      transpose(c.init[0] + j * h * d, d, h, d, I1, ldh);
+      transpose(c.init[1] + j * o * h, h, o, h, I2, ldo);
     }
     if (c.scale) memcpy(scale, c.scale + j * o, o * 4), memcpy(shift, c.shift + j * o, o * 4);
   }
@@ -218,17 +219,19 @@ struct Deep {
     transpose(KQ, ldd, n, d, Kt, ldn);
     lower_of_product(n, d, Q, ldd, Kt, ldn, X1, ldn);
     weigh(n, c1, after, X1, ldn, M1);
-    gemm<false>(n, hp, parts * d, QB, ldq, WS1, ldh, Zq, ldh, SET);
+    gemm<false>(n, hp, 2 * d, QB, ldq, WS1, ldh, Zq, ldh, SET);
+    if (parts == 3) gemm<false>(n, hp, d, QB + 2 * d, ldq, I1, ldh, Zq, ldh, ADD);
     lower(n, hp, M1, ldn, D1, ldh, Zq, ldh, SUB);
     activate(n, Zq, Aq, training ? G1q : nullptr, nullptr);
     transpose(A, ldh, n, h, At, ldn);
     lower_of_product(n, h, Aq, ldh, At, ldn, X2, ldn);
     weigh(n, c2, after, X2, ldn, M2);
-    gemm<false>(n, parts * op, h, Aq, ldh, WS2, ld2, P2, ld2, SET);
+    gemm<false>(n, 2 * op, h, Aq, ldh, WS2, ld2, P2, ldp, SET);
+    if (parts == 3) gemm<false>(n, op, h, Aq, ldh, I2, ldo, P2 + 2 * op, ldp, SET);
     float* z2 = Z2 + n * ldo;
     for (long r = 0; r < n; ++r) {
       float w = c2.b[r + after], f = c2.f[r + after];
-      const float* p = P2 + r * ld2;
+      const float* p = P2 + r * ldp;
       for (long x = 0; x < op; x += VL) {
         R e = w * load(p + x) + f * load(p + op + x);
         if (parts == 3) e += (1 - w) * load(p + 2 * op + x);
@@ -253,10 +256,11 @@ struct Deep {
     }
   }
 
-  void update(const Block& b) {
+  // Moves the state to W1 (2 din x ldh) and W2 (h x ld2), which may be where it is.
+  void update(const Block& b, float* W1, float* W2) {
     long n = b.n;
     const Coefficients &c1 = co0, &c2 = second();
-    if (b.keeps && b.phase == 0) { // a1, a2 point into the weights, which move now
+    if (b.keeps && b.phase == 0) { // a1, a2 point at weights that this or a later call may move
       for (long r = 0; r < d; ++r) memcpy(A1t + r * ldh, WS1 + r * ldh, hp * 4);
       for (long r = 0; r < h; ++r) memcpy(A2t + r * ldo, WS2 + r * ld2, op * 4);
       a1 = A1t, a2 = A2t, lda2 = ldo;
@@ -266,34 +270,77 @@ struct Deep {
     for (long r = 0; r < d; ++r)
       for (long x = r * ldh; x < r * ldh + hp; x += VL) {
         R S = load(WS1 + d * ldh + x), e = w * load(WS1 + x) + f * S;
-        if (parts == 3) e += (1 - w) * load(WS1 + 2 * d * ldh + x);
-        store(WS1 + x, e), store(WS1 + d * ldh + x, m * S);
+        if (parts == 3) e += (1 - w) * load(I1 + x);
+        store(W1 + x, e), store(W1 + d * ldh + x, m * S);
       }
-    gemm<true>(2 * d, hp, n, GK, ldq, D1, ldh, WS1, ldh, SUB);
+    gemm<true>(2 * d, hp, n, GK, ldq, D1, ldh, W1, ldh, SUB);
     w = c2.b[n], f = c2.f[n], m = c2.m[n];
     for (long r = 0; r < h; ++r) {
-      float* p = WS2 + r * ld2;
+      const float* p = WS2 + r * ld2;
       for (long x = 0; x < op; x += VL) {
         R S = load(p + op + x), e = w * load(p + x) + f * S;
-        if (parts == 3) e += (1 - w) * load(p + 2 * op + x);
-        store(p + x, e), store(p + op + x, m * S);
+        if (parts == 3) e += (1 - w) * load(I2 + r * ldo + x);
+        store(W2 + r * ld2 + x, e), store(W2 + r * ld2 + op + x, m * S);
       }
     }
-    gemm<true>(h, 2 * op, n, A, ldh, GD2, ld2, WS2, ld2, SUB);
+    gemm<true>(h, 2 * op, n, A, ldh, GD2, ld2, W2, ld2, SUB);
+    WS1 = W1, WS2 = W2;
   }
 
   void open(const Block& b) { // the anchor of a block that opens a chunk is where the weights stand
     if (b.phase == 0) a1 = WS1, a2 = WS2, lda2 = ld2;
   }
-
-  size_t saved_floats() const { return (size_t)(2 * d * hp + h * 2 * op); }
-  void save(float* to) const {
-    copy_out(WS1, ldh, 2 * d, hp, to, hp);
-    copy_out(WS2, ld2, h, 2 * op, to + 2 * d * hp, 2 * op);
-  }
 };
 
-size_t deep_saved(const DeepCall& c) { return (size_t)(2 * c.din * pad(c.h) + c.h * 2 * pad(c.dout)); }
+size_t deep_saved(const DeepCall& c) { return (size_t)(2 * c.din * odd(c.h) + c.h * odd(2 * pad(c.dout))); }
+
+// The blocks of one memory, from and to the state in w; true if a token wrote (then A1t, A2t hold the anchor to carry). With `saved`, the
+// start of every block stays there, one behind the other, and only the end comes back to where w held its state.
+bool run_blocks(Deep& w, const DeepCall& c, long i, long j, const std::vector<Block>& blocks, float* saved) {
+  bool wrote = false;
+  size_t first = 2 * c.din * w.ldh, each = deep_saved(c);
+  float *home1 = w.WS1, *home2 = w.WS2;
+  if (saved) {
+    memcpy(saved, home1, first * 4), memcpy(saved + first, home2, (each - first) * 4);
+    w.WS1 = saved, w.WS2 = saved + first;
+  }
+  for (size_t at = 0; at < blocks.size(); ++at) {
+    const Block& b = blocks[at];
+    w.open(b);
+    w.set_coefficients(i, j, b);
+    w.deltas(i, j, b);
+    if (w.reads) w.read_tokens(b);
+    w.normalise(b.n, w.Z2 + b.n * w.ldo, w.U + b.n * w.ldo, w.inv + b.n, w.Y);
+    if (c.residual)
+      for (long r = 0; r < b.n; ++r)
+        for (long x = 0; x < w.op; x += VL)
+          store(w.Y + r * w.ldo + x, load(w.Y + r * w.ldo + x) + load(w.KQ + (b.n + r) * w.ldd + x));
+    copy_out(w.Y, w.ldo, b.n, c.dout, c.y.at(i, j) + b.t * c.y.t, c.y.t);
+    float *next1 = home1, *next2 = home2;
+    if (saved && at + 1 < blocks.size()) next1 = saved + (at + 1) * each, next2 = next1 + first;
+    if (b.written) {
+      w.update(b, next1, next2), wrote = true;
+    } else if (w.WS1 != next1) {
+      memcpy(next1, w.WS1, first * 4), memcpy(next2, w.WS2, (each - first) * 4);
+      w.WS1 = next1, w.WS2 = next2;
+    }
+  }
+  return wrote;
+}
+
+void store_deep(const Deep& w, const DeepCall& c, long m, bool wrote) {
+  long n1 = c.h * c.din, n2 = c.dout * c.h;
+  transpose_exact(w.WS1, w.ldh, c.din, c.h, c.W_out[0] + m * n1, c.din);
+  transpose_exact(w.WS1 + c.din * w.ldh, w.ldh, c.din, c.h, c.S_out[0] + m * n1, c.din);
+  transpose_exact(w.WS2, w.ld2, c.h, c.dout, c.W_out[1] + m * n2, c.h);
+  transpose_exact(w.WS2 + w.op, w.ld2, c.h, c.dout, c.S_out[1] + m * n2, c.h);
+  if (wrote) {
+    transpose_exact(w.A1t, w.ldh, c.din, c.h, c.A_out[0] + m * n1, c.din);
+    transpose_exact(w.A2t, w.ldo, c.h, c.dout, c.A_out[1] + m * n2, c.h);
+  } else {
+    memmove(c.A_out[0] + m * n1, c.A[0] + m * n1, n1 * 4), memmove(c.A_out[1] + m * n2, c.A[1] + m * n2, n2 * 4);
+  }
+}
 
 void deep_forward(const DeepCall& c, long begin, long end) {
   FlushDenormals flush;
@@ -306,36 +353,7 @@ void deep_forward(const DeepCall& c, long begin, long end) {
     w.load_state(m);
     blocks_of(c, i, blocks);
     if (blocks[0].phase) w.load_anchor(m);
-    float* saved = c.saved ? c.saved + m * c.blocks * w.saved_floats() : nullptr;
-    bool carried = false;
-    for (const Block& b : blocks) {
-      if (saved) w.save(saved), saved += w.saved_floats();
-      w.open(b);
-      w.set_coefficients(i, j, b);
-      w.deltas(i, j, b);
-      if (w.reads) w.read_tokens(b);
-      w.normalise(b.n, w.Z2 + b.n * w.ldo, w.U + b.n * w.ldo, w.inv + b.n, w.Y);
-      float* y = c.y.at(i, j) + b.t * c.y.t;
-      if (c.residual)
-        for (long r = 0; r < b.n; ++r)
-          for (long x = 0; x < w.op; x += VL)
-            store(w.Y + r * w.ldo + x, load(w.Y + r * w.ldo + x) + load(w.KQ + (b.n + r) * w.ldd + x));
-      copy_out(w.Y, w.ldo, b.n, c.dout, y, c.y.t);
-      if (b.written) w.update(b);
-      if (b.last) {
-        carried = true;
-        transpose_exact(w.A1t, w.ldh, c.din, c.h, c.A_out[0] + m * c.h * c.din, c.din);
-        transpose_exact(w.A2t, w.ldo, c.h, c.dout, c.A_out[1] + m * c.dout * c.h, c.h);
-      }
-    }
-    for (int l = 0; l < 2 && !carried; ++l) {
-      size_t n = (size_t)c.h * (l ? c.dout : c.din);
-      memcpy(c.A_out[l] + m * n, c.A[l] + m * n, n * 4);
-    }
-    transpose_exact(w.WS1, w.ldh, c.din, c.h, c.W_out[0] + m * c.h * c.din, c.din);
-    transpose_exact(w.WS1 + c.din * w.ldh, w.ldh, c.din, c.h, c.S_out[0] + m * c.h * c.din, c.din);
-    transpose_exact(w.WS2, w.ld2, c.h, c.dout, c.W_out[1] + m * c.dout * c.h, c.h);
-    transpose_exact(w.WS2 + w.op, w.ld2, c.h, c.dout, c.S_out[1] + m * c.dout * c.h, c.h);
+    store_deep(w, c, m, run_blocks(w, c, i, j, blocks, c.saved ? c.saved + m * c.blocks * deep_saved(c) : nullptr));
   }
 }
 

@@ -8,8 +8,8 @@ namespace {
 struct DeepReverse {
   Deep& w;
   const DeepCall& c;
-  long d, o, h, op, hp, ldd, ldo, ldh, ld2, ldq, ldn, parts;
-  float *DS1, *DS2, *DA1, *DA2; // like WS1, WS2, A1t, A2t
+  long d, o, h, op, hp, ldd, ldo, ldh, ld2, ldp, ldq, ldn, parts;
+  float *DS1, *DS2, *DA1, *DA2; // of [W1^T; S1^T; I1^T] (3 din x ldh), [W2^T | S2^T | I2^T] (h x ldp), A1t, A2t
   float *dW1x, *dW2x, *W1x, *W2x; // transposes
   float *T, *Sx, *dD1, *dZ, *dA, *dKQ, *dD2, *Wide, *D2t, *D1t, *N1, *N2, *dscale, *dshift;
   CoefficientGradients g0, g1;
@@ -17,13 +17,14 @@ struct DeepReverse {
   bool reached = false; // the last block that writes: the gradient of the carried anchor is its anchor's
 
   DeepReverse(Scratch& s, Deep& deep)
-      : w(deep), c(deep.c), d(w.d), o(w.o), h(w.h), op(w.op), hp(w.hp), ldd(w.ldd), ldo(w.ldo), ldh(w.ldh), ld2(w.ld2), ldq(w.ldq), ldn(w.ldn),
+      : w(deep), c(deep.c), d(w.d), o(w.o), h(w.h), op(w.op), hp(w.hp), ldd(w.ldd), ldo(w.ldo), ldh(w.ldh), ld2(w.ld2), ldp(w.ldp), ldq(w.ldq), ldn(w.ldn),
         parts(w.parts), g0(s, w.most), g1(s, w.most) {
     long n = w.most;
-    DS1 = s.zeros(3 * d * ldh), DS2 = s.zeros(h * ld2), DA1 = s.zeros(d * ldh), DA2 = s.zeros(h * ldo);
+    DS1 = s.zeros(3 * d * ldh), DS2 = s.zeros(h * ldp), DA1 = s.zeros(d * ldh), DA2 = s.zeros(h * ldo);
     dW1x = s.zeros(h * ldq), dW2x = s.zeros(3 * op * ldh), W1x = s.zeros(h * ldq), W2x = s.zeros(3 * op * ldh);
-    T = s.zeros(n * ldq), Sx = s.take(n * ld2), dD1 = s.take(n * ldh), dZ = s.take(2 * n * ldh), dA = s.take(2 * n * ldh);
-    dKQ = s.take(2 * n * ldd), dD2 = s.take(n * ldo), Wide = s.take(n * ld2);
+    T = s.zeros(n * ldq), Sx = s.take(n * ld2), dZ = w.Z; // the pre-activations are not needed again: G1, G2 and A hold what follows from them
+    dD1 = w.reads ? s.take(n * ldh) : w.D1, dA = w.reads ? s.take(n * ldh) : w.D1; // at the anchor one place serves them in turn
+    dKQ = s.take(2 * n * ldd), dD2 = s.take(n * ldo), Wide = s.take(n * ldp);
     if (w.reads) D2t = s.take(op * ldn), D1t = s.take(hp * ldn), N1 = s.take(n * ldn), N2 = s.take(n * ldn);
     dscale = s.take(op), dshift = s.take(op);
   }
@@ -66,9 +67,9 @@ struct DeepReverse {
     // ---- the end of the block: W' = b W + f S + (1 - b) I - (g K)^T D1 and its three brothers
     w.weigh_updates(n);
     transpose(DS1, ldh, 2 * d, h, dW1x, ldq);  // h x 2 din
-    transpose(DS2, ld2, h, 2 * op, dW2x + op * ldh, ldh); // rows op.. : 2 dout x h; rows 0..op are kept for A2
+    transpose(DS2, ldp, h, 2 * op, dW2x + op * ldh, ldh); // rows op.. : 2 dout x h; rows 0..op are kept for A2
     gemm<false>(n, pad(2 * d), h, w.D1, ldh, dW1x, ldq, T, ldq, SET);      // D1 [dW1 | dS1]
-    gemm<false>(n, 2 * op, h, w.A, ldh, DS2, ld2, Sx, ld2, SET);           // A [dW2 | dS2]
+    gemm<false>(n, 2 * op, h, w.A, ldh, DS2, ldp, Sx, ld2, SET);           // A [dW2 | dS2]
     gemm<false>(n, hp, 2 * d, w.GK, ldq, DS1, ldh, dD1, ldh, SET);         // -dD1
     const float *gw1 = c1.G + n * c1.ld, *gs1 = c1.GS + n * c1.ld, *gw2 = c2.G + n * c2.ld, *gs2 = c2.GS + n * c2.ld;
     float *dK = dKQ, *dQ = dKQ + n * ldd;
@@ -91,13 +92,13 @@ struct DeepReverse {
       h2.G[n * h2.ld + r] -= sum(a2), h2.GS[r] -= sum(e2);
       for (long x = r * ldh; x < r * ldh + hp; x += VL) store(dD1 + x, -load(dD1 + x));
       // dA's factors [dZ2 | -g D2 | -gs D2]; dZ2 follows
-      for (long x = 0; x < 2 * op; x += VL) store(Wide + r * ld2 + op + x, -load(w.GD2 + r * ld2 + x));
+      for (long x = 0; x < 2 * op; x += VL) store(Wide + r * ldp + op + x, -load(w.GD2 + r * ld2 + x));
     }
-    combine(w.WS1, DS1, d, hp, ldh, d * ldh, c1, h1, n);
-    combine(w.WS2, DS2, h, op, ld2, op, c2, h2, n);
+    combine(d, hp, w.WS1, ldh, d * ldh, w.I1, ldh, DS1, ldh, d * ldh, c1, h1, n);
+    combine(h, op, w.WS2, ld2, op, w.I2, ldo, DS2, ldp, op, c2, h2, n);
 
     // ---- the reads
-    float *dZq = dZ + n * ldh, *dAq = dA + n * ldh, *dZ2q = w.Z2 + n * ldo, *u = w.U, *uq = w.U + n * ldo;
+    float *dZq = dZ + n * ldh, *dAq = dZq, *dZ2q = w.Z2 + n * ldo, *u = w.U, *uq = w.U + n * ldo;
     copy_in(c.dy.at(i, j) + b.t * c.dy.t, c.dy.t, n, o, dZ2q, ldo);
     for (long r = 0; r < n; ++r) {
       if (c.residual)
@@ -120,20 +121,21 @@ struct DeepReverse {
       for (long r = 0; r < n; ++r) {
         float bb = c2.b[r + after], ff = c2.f[r + after];
         R sb{}, sf{};
-        const float* p = w.P2 + r * ld2;
+        const float* p = w.P2 + r * ldp;
         for (long x = 0; x < op; x += VL) {
           R e = load(dZ2q + r * ldo + x), pw = load(p + x);
           if (parts == 3) pw -= load(p + 2 * op + x);
           sb += e * pw, sf += e * load(p + op + x);
-          float* to = w.P2 + r * ld2 + x; // the products are not needed again: their place takes the weighed gradients
+          float* to = w.P2 + r * ldp + x; // the products are not needed again: their place takes the weighed gradients
           store(to, bb * e), store(to + op, ff * e);
           if (parts == 3) store(to + 2 * op, (1 - bb) * e);
         }
         h2.b[r + after] += sum(sb), h2.f[r + after] += sum(sf);
       }
-      transpose(w.WS2, ld2, h, parts * op, W2x, ldh);
-      gemm<false>(n, hp, parts * op, w.P2, ld2, W2x, ldh, dAq, ldh, SET);
-      gemm<true>(h, parts * op, n, w.Aq, ldh, w.P2, ld2, DS2, ld2, ADD);
+      transpose(w.WS2, ld2, h, 2 * op, W2x, ldh);
+      if (parts == 3) transpose(w.I2, ldo, h, op, W2x + 2 * op * ldh, ldh);
+      gemm<false>(n, hp, parts * op, w.P2, ldp, W2x, ldh, dAq, ldh, SET);
+      gemm<true>(h, parts * op, n, w.Aq, ldh, w.P2, ldp, DS2, ldp, ADD);
       transpose(w.D2, ldo, n, o, D2t, ldn);
       lower_of_product(n, o, dZ2q, ldo, D2t, ldn, N2, ldn);
       triangle(n, after, c2, h2, w.X2, N2, ldn);
@@ -144,7 +146,8 @@ struct DeepReverse {
       for (long r = 0; r < n; ++r)
         for (long x = r * ldh; x < r * ldh + hp; x += VL) store(dZq + x, load(dAq + x) * load(w.G1q + x));
       // layer 1
-      transpose(w.WS1, ldh, parts * d, h, W1x, ldq);
+      transpose(w.WS1, ldh, 2 * d, h, W1x, ldq);
+      if (parts == 3) transpose(w.I1, ldh, d, h, W1x + 2 * d, ldq);
       gemm<false>(n, pad(parts * d), h, dZq, ldh, W1x, ldq, T, ldq, SET); // dZq [W1 | S1 | I1]
       for (long r = 0; r < n; ++r) {
         float bb = c1.b[r + after], ff = c1.f[r + after];
@@ -219,21 +222,21 @@ struct DeepReverse {
       for (long x = 0; x < o; ++x) dv[r * c.dval.t + x] = -dd[x];
       if (c.residual)
         for (long x = 0; x < dp; x += VL) store(dK + r * ldd + x, load(dK + r * ldd + x) + load(dd + x));
-      for (long x = 0; x < op; x += VL) store(Wide + r * ld2 + x, load(z + x));
+      for (long x = 0; x < op; x += VL) store(Wide + r * ldp + x, load(z + x));
     }
     // anchor's gradients go to the weights where this block opened the chunk
     bool own = b.phase == 0;
     reached = reached || b.last;
     if (own && held && reached) {
-      add_rows(d, hp, DS1, ldh, DA1, ldh), add_rows(h, op, DS2, ld2, DA2, ldo);
+      add_rows(d, hp, DS1, ldh, DA1, ldh), add_rows(h, op, DS2, ldp, DA2, ldo);
       memset(DA1, 0, d * ldh * 4), memset(DA2, 0, h * ldo * 4);
       held = false;
     }
     if (!own) held = true;
     float *to1 = own ? DS1 : DA1, *to2 = own ? DS2 : DA2;
-    long ldt = own ? ld2 : ldo;
+    long ldt = own ? ldp : ldo;
     gemm<true>(h, op, at + n, w.A, ldh, w.Z2, ldo, to2, ldt, ADD);
-    gemm<false>(n, hp, 3 * op, Wide, ld2, dW2x, ldh, dA, ldh, w.reads ? ADD : SET);
+    gemm<false>(n, hp, 3 * op, Wide, ldp, dW2x, ldh, dA, ldh, w.reads ? ADD : SET);
     for (long r = 0; r < n; ++r)
       for (long x = r * ldh; x < r * ldh + hp; x += VL) store(dZk + x, load(dZk + x) + load(dA + x) * load(w.G1 + x));
     long rows = w.reads ? n : 2 * n;
@@ -259,20 +262,21 @@ struct DeepReverse {
     for (long r = 0; r < n; ++r) memset(to + r * ld, 0, width * 4);
   }
 
-  // State W, S, I at w, w + step, w + 2 step (likewise the gradients): dW <- b dW', dS <- f dW' + m dS', dI += (1 - b) dW'.
-  void combine(const float* W, float* D, long rows, long width, long ld, long step, const Coefficients& co, CoefficientGradients& g, long n) {
+  // W, S at W, W + step, I apart; the gradients at D, D + gstep, D + 2 gstep: dW <- b dW', dS <- f dW' + m dS', dI += (1 - b) dW'.
+  void combine(long rows, long width, const float* W, long ld, long step, const float* init, long ldi, float* D, long ldg, long gstep,
+               const Coefficients& co, CoefficientGradients& g, long n) const {
     float b = co.b[n], f = co.f[n], m = co.m[n];
     R sb{}, sf{}, sm{};
-    for (long r = 0; r < rows; ++r)
-      for (long x = r * ld; x < r * ld + width; x += VL) {
-        R dw = load(D + x), ds = load(D + step + x), ww = load(W + x), ss = load(W + step + x);
+    for (long r = 0; r < rows; ++r, W += ld, D += ldg, init += ldi)
+      for (long x = 0; x < width; x += VL) {
+        R dw = load(D + x), ds = load(D + gstep + x), ww = load(W + x), ss = load(W + step + x);
         sf += dw * ss, sm += ds * ss;
         if (parts == 3) {
-          ww -= load(W + 2 * step + x);
-          store(D + 2 * step + x, load(D + 2 * step + x) + (1 - b) * dw);
+          ww -= load(init + x);
+          store(D + 2 * gstep + x, load(D + 2 * gstep + x) + (1 - b) * dw);
         }
         sb += dw * ww;
-        store(D + x, b * dw), store(D + step + x, f * dw + m * ds);
+        store(D + x, b * dw), store(D + gstep + x, f * dw + m * ds);
       }
     g.b[n] += sum(sb), g.f[n] += sum(sf), g.m += sum(sm);
   }
@@ -285,35 +289,31 @@ void deep_backward(const DeepCall& c, long begin, long end) {
   DeepReverse g(s, w);
   std::vector<Block> blocks;
   long d = c.din, o = c.dout, h = c.h;
-  size_t each = w.saved_floats();
+  size_t each = deep_saved(c), first = 2 * d * w.ldh;
   for (long m = begin; m < end; ++m) {
     long i = m / c.H, j = m % c.H, n1 = h * d, n2 = o * h;
     w.load_outer(j);
     blocks_of(c, i, blocks);
     transpose(c.dW_out[0] + m * n1, d, h, d, g.DS1, w.ldh), transpose(c.dS_out[0] + m * n1, d, h, d, g.DS1 + d * w.ldh, w.ldh);
-    transpose(c.dW_out[1] + m * n2, h, o, h, g.DS2, w.ld2), transpose(c.dS_out[1] + m * n2, h, o, h, g.DS2 + w.op, w.ld2);
+    transpose(c.dW_out[1] + m * n2, h, o, h, g.DS2, w.ldp), transpose(c.dS_out[1] + m * n2, h, o, h, g.DS2 + w.op, w.ldp);
     if (c.init[0]) {
       for (long r = 0; r < d; ++r) memset(g.DS1 + (2 * d + r) * w.ldh, 0, w.hp * 4);
-      for (long r = 0; r < h; ++r) memset(g.DS2 + r * w.ld2 + 2 * w.op, 0, w.op * 4);
+      for (long r = 0; r < h; ++r) memset(g.DS2 + r * w.ldp + 2 * w.op, 0, w.op * 4);
     }
     // the carried anchor is the last written block's
     transpose(c.dA_out[0] + m * n1, d, h, d, g.DA1, w.ldh), transpose(c.dA_out[1] + m * n2, h, o, h, g.DA2, w.ldo);
     g.held = true, g.reached = false;
     memset(g.dscale, 0, w.op * 4), memset(g.dshift, 0, w.op * 4);
-    const float* saved = c.saved + m * c.blocks * each;
+    float* saved = c.saved + m * c.blocks * each;
     for (long at = (long)blocks.size() - 1; at >= 0; --at) {
       const Block& b = blocks[at];
-      copy_in(saved + at * each, w.hp, 2 * d, w.hp, w.WS1, w.ldh);
-      copy_in(saved + at * each + 2 * d * w.hp, 2 * w.op, h, 2 * w.op, w.WS2, w.ld2);
+      w.WS1 = saved + at * each, w.WS2 = w.WS1 + first;
       if (b.phase == 0) {
         w.open(b);
       } else if (b.opened < 0) {
         w.load_anchor(m);
       } else {
-        const float* start = saved + b.opened * each;
-        copy_in(start, w.hp, d, w.hp, w.A1t, w.ldh);
-        copy_in(start + 2 * d * w.hp, 2 * w.op, h, w.op, w.A2t, w.ldo);
-        w.a1 = w.A1t, w.a2 = w.A2t, w.lda2 = w.ldo;
+        w.a1 = saved + b.opened * each, w.a2 = w.a1 + first, w.lda2 = w.ld2;
       }
       w.set_coefficients(i, j, b);
       w.deltas(i, j, b);
@@ -322,11 +322,11 @@ void deep_backward(const DeepCall& c, long begin, long end) {
       g.block(i, j, b);
     }
     transpose_exact(g.DS1, w.ldh, d, h, c.dW[0] + m * n1, d), transpose_exact(g.DS1 + d * w.ldh, w.ldh, d, h, c.dS[0] + m * n1, d);
-    transpose_exact(g.DS2, w.ld2, h, o, c.dW[1] + m * n2, h), transpose_exact(g.DS2 + w.op, w.ld2, h, o, c.dS[1] + m * n2, h);
+    transpose_exact(g.DS2, w.ldp, h, o, c.dW[1] + m * n2, h), transpose_exact(g.DS2 + w.op, w.ldp, h, o, c.dS[1] + m * n2, h);
     transpose_exact(g.DA1, w.ldh, d, h, c.dA[0] + m * n1, d), transpose_exact(g.DA2, w.ldo, h, o, c.dA[1] + m * n2, h);
     if (c.init[0]) {
       transpose_exact(g.DS1 + 2 * d * w.ldh, w.ldh, d, h, c.dinit[0] + m * n1, d);
-      transpose_exact(g.DS2 + 2 * w.op, w.ld2, h, o, c.dinit[1] + m * n2, h);
+      transpose_exact(g.DS2 + 2 * w.op, w.ldp, h, o, c.dinit[1] + m * n2, h);
     }
     if (c.scale) memcpy(c.dscale + m * o, g.dscale, o * 4), memcpy(c.dshift + m * o, g.dshift, o * 4);
   }

@@ -36,8 +36,105 @@ inline R convolve(const HeadsCall& c, const float* const* rows, long from, float
   return length;
 }
 
+// Four taps and heads of exactly N vectors, the common case: weights, sums and the running gradients stay in registers.
+template <int N>
+struct FourTaps {
+  R w[4][N];
+
+  FourTaps(const HeadsCall& c, long from) {
+    for (int l = 0; l < 4; ++l)
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) w[l][v] = load(c.weight + l * 3 * c.H * c.d + from + v * VL);
+  }
+
+  // rows: the four inputs, oldest first, at the head's channels
+  void convolve(const float* const* rows, R* y) const {
+#pragma GCC unroll 4
+    for (int v = 0; v < N; ++v) {
+      y[v] = R{};
+#pragma GCC unroll 4
+      for (int l = 0; l < 4; ++l) y[v] += w[l][v] * load(rows[l] + v * VL);
+    }
+  }
+
+  static void forward(const HeadsCall& c, long i, long from, bool unit) {
+    FourTaps k(c, from);
+    long D3 = 3 * c.H * c.d;
+    const float* rows[4] = {nullptr, input_row(c, i, -3) + from, input_row(c, i, -2) + from, input_row(c, i, -1) + from};
+    float* out = c.out + i * c.T * D3 + from;
+    for (long t = 0; t < c.T; ++t, out += D3) {
+      rows[0] = rows[1], rows[1] = rows[2], rows[2] = rows[3], rows[3] = c.u + i * c.u_b + t * c.u_t + from;
+      R y[N], length{};
+      k.convolve(rows, y);
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) y[v] = Logistic(y[v]).silu(), length += y[v] * y[v];
+      float r = unit ? c.scale / std::sqrt(sum(length) + kUnitFloor) : 1.0f;
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) store(out + v * VL, r * y[v]);
+    }
+  }
+
+  static void backward(const HeadsCall& c, long i, long from, bool unit, const float* dy, long dy_t) {
+    FourTaps k(c, from);
+    long D3 = 3 * c.H * c.d;
+    R dw[4][N], ring[3][N]; // ring[j]: gradient of the convolution's output at token t + 1 + j
+    for (int v = 0; v < N; ++v) {
+      for (int l = 0; l < 4; ++l) dw[l][v] = R{};
+      for (int l = 0; l < 3; ++l) ring[l][v] = R{};
+    }
+    auto push = [&](float* du, const R* now) { // the input of this token met tap 3 now, tap 2 one token later, ...
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) {
+        store(du + v * VL, k.w[3][v] * now[v] + k.w[2][v] * ring[0][v] + k.w[1][v] * ring[1][v] + k.w[0][v] * ring[2][v]);
+        ring[2][v] = ring[1][v], ring[1][v] = ring[0][v], ring[0][v] = now[v];
+      }
+    };
+    for (long t = c.T - 1; t >= 0; --t) {
+      const float* rows[4];
+      for (int l = 0; l < 4; ++l) rows[l] = (t + l >= 3 ? c.u + i * c.u_b + (t + l - 3) * c.u_t : input_row(c, i, t + l - 3)) + from;
+      R a[N], g[N], length{}, along{};
+      k.convolve(rows, a);
+      const float* d = dy + t * dy_t;
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) {
+        Logistic s(a[v]);
+        a[v] = s.silu(), g[v] = s.slope();
+        length += a[v] * a[v], along += a[v] * load(d + v * VL);
+      }
+      float r = 1, back = 0;
+      if (unit) {
+        float r2 = 1.0f / (sum(length) + kUnitFloor);
+        r = c.scale * std::sqrt(r2), back = r2 * sum(along);
+      }
+#pragma GCC unroll 4
+      for (int v = 0; v < N; ++v) {
+        g[v] *= r * (load(d + v * VL) - back * a[v]);
+#pragma GCC unroll 4
+        for (int l = 0; l < 4; ++l) dw[l][v] += g[v] * load(rows[l] + v * VL);
+      }
+      push(c.du + (i * c.T + t) * D3 + from, g);
+    }
+    R none[N] = {};
+    for (long t = 2; t >= 0; --t) push(c.dtail + (i * 3 + t) * D3 + from, none);
+    for (int l = 0; l < 4; ++l)
+      for (int v = 0; v < N; ++v) store(c.dweight + (i * 4 + l) * D3 + from + v * VL, dw[l][v]);
+  }
+};
+
+// The number of vectors of a head that FourTaps serves, or 0.
+inline long four_taps(const HeadsCall& c) {
+  long n = c.d / VL;
+  return c.taps == 4 && c.d % VL == 0 && (n == 1 || n == 2 || n == 4) ? n : 0;
+}
+
 void heads_forward(const HeadsCall& c, long begin, long end) {
   FlushDenormals flush;
+  if (long n = four_taps(c)) {
+    auto run = n == 1 ? FourTaps<1>::forward : n == 2 ? FourTaps<2>::forward : FourTaps<4>::forward;
+    for (long m = begin; m < end; ++m)
+      for (int part = 0; part < 3; ++part) run(c, m / c.H, part * c.H * c.d + m % c.H * c.d, part < 2);
+    return;
+  }
   Scratch s;
   long D = c.H * c.d;
   float* a = s.zeros(pad(c.d));
@@ -80,6 +177,15 @@ inline void convolve_backward(const HeadsCall& c, long i, long t0, long n, long 
 
 void heads_backward(const HeadsCall& c, long begin, long end) {
   FlushDenormals flush;
+  if (long n = four_taps(c)) {
+    auto run = n == 1 ? FourTaps<1>::backward : n == 2 ? FourTaps<2>::backward : FourTaps<4>::backward;
+    for (long m = begin; m < end; ++m)
+      for (int part = 0; part < 3; ++part) {
+        const tethys::Rows& g = part == 0 ? c.dq : part == 1 ? c.dk : c.dv;
+        run(c, m / c.H, part * c.H * c.d + m % c.H * c.d, part < 2, g.at(m / c.H, m % c.H), g.t);
+      }
+    return;
+  }
   Scratch s;
   constexpr long most = 128; // tokens a pass: their gradients stay in the nearest cache
   long D = c.H * c.d, D3 = 3 * D, dp = pad(c.d), ld = odd(c.d), behind = c.taps - 1;

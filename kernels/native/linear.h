@@ -72,18 +72,17 @@ inline void set_coefficients(Coefficients& co, const LinearCall& c, long i, long
 
 size_t linear_saved(const LinearCall& c) { return (size_t)((c.T + c.chunk - 1) / c.chunk) * c.dk * 2 * pad(c.dv); }
 
-void linear_forward(const LinearCall& c, long begin, long end) {
-  FlushDenormals flush;
-  Scratch s;
-  long most = c.chunk < c.T ? c.chunk : c.T;
-  LinearChunk w(s, c, most);
-  Coefficients co(s, most);
-  float* A = s.take(2 * most * w.ldn);
-  float* Y = s.take(most * w.lde);
-  for (long m = begin; m < end; ++m) {
-    long i = m / c.H, j = m % c.H;
-    w.load_state(c.W + m * c.dv * c.dk, c.S + m * c.dv * c.dk);
-    float* saved = c.saved ? c.saved + m * linear_saved(c) : nullptr;
+// The chunks of one memory (stream i, head j), from and to the state in w.WS.
+struct LinearForward {
+  LinearChunk w;
+  Coefficients co;
+  float *A, *Y;
+
+  LinearForward(Scratch& s, const LinearCall& c, long most) : w(s, c, most), co(s, most) {
+    A = s.take(2 * most * w.ldn), Y = s.take(most * w.lde);
+  }
+
+  void run(const LinearCall& c, long i, long j, float* saved) {
     for (long t = 0; t < c.T; t += c.chunk) {
       long n = c.T - t < c.chunk ? c.T - t : c.chunk;
       if (saved) copy_out(w.WS, w.ldw, c.dk, 2 * w.dvp, saved, 2 * w.dvp), saved += c.dk * 2 * w.dvp;
@@ -103,18 +102,32 @@ void linear_forward(const LinearCall& c, long begin, long end) {
       copy_out(Y, w.lde, n, c.dv, c.y.at(i, j) + t * c.y.t, c.y.t);
       // WS <- decayed WS - K^T [g o E | gs o E]
       w.weigh_errors(co);
-      float b = co.b[n], f = co.f[n], mm = co.m[n];
+      float b = co.b[n], f = co.f[n], m = co.m[n];
       for (long r = 0; r < c.dk; ++r) {
         float* p = w.WS + r * w.ldw;
         for (long x = 0; x < w.dvp; x += VL) {
           R S = load(p + w.dvp + x);
-          store(p + x, b * load(p + x) + f * S), store(p + w.dvp + x, mm * S);
+          store(p + x, b * load(p + x) + f * S), store(p + w.dvp + x, m * S);
         }
       }
       gemm<false>(c.dk, 2 * w.dvp, n, w.Kt, w.ldn, w.GE, w.ldw, w.WS, w.ldw, SUB);
     }
+  }
+
+  void store_state(const LinearCall& c, long m) const {
     transpose_exact(w.WS, w.ldw, c.dk, c.dv, c.W_out + m * c.dv * c.dk, c.dk);
     transpose_exact(w.WS + w.dvp, w.ldw, c.dk, c.dv, c.S_out + m * c.dv * c.dk, c.dk);
+  }
+};
+
+void linear_forward(const LinearCall& c, long begin, long end) {
+  FlushDenormals flush;
+  Scratch s;
+  LinearForward f(s, c, c.chunk < c.T ? c.chunk : c.T);
+  for (long m = begin; m < end; ++m) {
+    f.w.load_state(c.W + m * c.dv * c.dk, c.S + m * c.dv * c.dk);
+    f.run(c, m / c.H, m % c.H, c.saved ? c.saved + m * linear_saved(c) : nullptr);
+    f.store_state(c, m);
   }
 }
 

@@ -76,10 +76,12 @@ struct FlushDenormals {
 #endif
 };
 
-// Scratch of one thread; a call takes from it front to back and gives all back at its end.
+// Scratch of one thread; a function takes from it front to back and gives all back at its end, like a stack.
 class Scratch {
  public:
-  Scratch() { arena().block = arena().used = 0; }
+  Scratch() : block(arena().block), used(arena().used) {}
+  ~Scratch() { arena().block = block, arena().used = used; }
+  Scratch(const Scratch&) = delete;
   float* take(size_t n) {
     Arena& a = arena();
     // Arrays of whole pages would start at the same place of a page, and a store to one would stall loads of the next: 39 lines apart.
@@ -109,6 +111,7 @@ class Scratch {
       for (auto& b : blocks) std::free(b.first);
     }
   };
+  size_t block, used;
   static Arena& arena() {
     static thread_local Arena a;
     return a;

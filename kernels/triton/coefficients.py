@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.cut import Cut, span
-from kernels.triton.target import some
+from kernels.triton.target import COUNTS, some
 
 FLOOR = tl.constexpr(1e-6)  # of keep and eta, as in `kernels.coefficients`
 
@@ -75,7 +75,7 @@ def _looks(gamma_p, at, t, col, W: tl.constexpr):
     return tl.load(gamma_p + at * W + lag, mask=(lag >= 0) & (lag < W), other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _forward(
     theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, G_p, b_p, f_p, Gp_p, bp_p, fp_p, g_p, s_p, end_p,
     length, chunks, stride, per, layers,
@@ -83,8 +83,8 @@ def _forward(
     HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """One warp a chunk: lanes are columns, which do not meet; the rows are the recurrences themselves, in order."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     stream = n // per
     start, count = span(starts_p, stream, stride, x)
     slot = n * chunks + x
@@ -120,7 +120,7 @@ def _forward(
     tl.store(end_p + slot * 3 + 2, m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _backward(
     theta_p, eta_p, alpha_p, gamma_p, starts_p, live_p, dG_p, db_p, df_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p,
     rows_p, numbers_p, dtheta_p, deta_p, dalpha_p, dgamma_p, length, chunks, stride, per, layers,
@@ -128,8 +128,8 @@ def _backward(
     HAS_LIVE: tl.constexpr, AFTER: tl.constexpr, BEFORE: tl.constexpr,
 ):  # fmt: skip
     """The recurrences once more, keeping the rows before each token, then back through them."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     stream = n // per
     start, count = span(starts_p, stream, stride, x)
     slot = n * chunks + x
@@ -234,7 +234,7 @@ def coefficients(gates: Gates, cut: Cut, *, after: bool, before: bool) -> Coeffi
     N = theta.shape[0]
     seen_after, seen_before = (new_rows(cut, theta, N) if wanted else None for wanted in (after, before))
     g, s, end = (cut.blocks(theta, N, size) for size in (cut.keys, cut.keys, 3))
-    _forward[(cut.chunks, N)](
+    _forward[(N, cut.chunks)](
         *_arguments(gates, cut), *_pointers(theta, seen_after, seen_before), g, s, end,
         cut.length, cut.chunks, cut.stride, gates.per, gates.layers, **_meta(gates, cut, after, before),
     )  # fmt: skip
@@ -250,7 +250,7 @@ def coefficients_backward(
     dtheta = torch.empty(theta.shape, device=theta.device)
     deta, dalpha = (None if gate is None else torch.empty(theta.shape, device=theta.device) for gate in (gates.eta, gates.alpha))
     dgamma = None if gates.gamma is None else torch.empty(N, cut.length, cut.window, device=theta.device)
-    _backward[(cut.chunks, N)](
+    _backward[(N, cut.chunks)](
         *_arguments(gates, cut), *_pointers(theta, grad.after, grad.before), grad.g, grad.s, grad.end,
         cut.blocks(theta, N, cut.tokens, 2, cut.keys), cut.blocks(theta, N, cut.tokens, 3),
         dtheta, *some(theta, deta, dalpha, dgamma), cut.length, cut.chunks, cut.stride, gates.per, gates.layers,

@@ -52,7 +52,7 @@ class Cut:
 
 def fixed_cut(T: int, chunk: int, write: torch.Tensor | None, device: torch.device) -> Cut:
     """For the exact form, whose result does not depend on where chunks begin; write (B, T) bool."""
-    slots = min(block(min(chunk, T)), 64)
+    slots = min(chunk, T)
     chunks = triton.cdiv(T, slots)
     starts = (torch.arange(chunks + 1, device=device, dtype=torch.int32) * slots).clamp(max=T).unsqueeze(0)
     return Cut(T, chunks, slots, 1, starts, None if write is None else write.to(torch.int8).contiguous(), None, None, None)

@@ -24,7 +24,7 @@ import triton.language as tl
 from kernels.triton import target
 from kernels.triton.coefficients import Coefficients, Gates, Rows, coefficients, coefficients_backward, new_rows
 from kernels.triton.cut import LARGEST_CHUNK, Cut, fixed_cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
+from kernels.triton.target import COUNTS, LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
 
 @triton.jit
@@ -57,15 +57,15 @@ def _solve(N, row, BC: tl.constexpr, PREC: tl.constexpr):
     return inverse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prepare(
     k_p, v_p, Gp_p, bp_p, fp_p, Kb_p, Kf_p, Ve_p, T_p, starts_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Exact: the inverse T applied to [bp o K | fp o K | V], so that the state kernel only multiplies."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     row = tl.arange(0, BC)
@@ -85,7 +85,7 @@ def _prepare(
         put(Ve_p, slot * BC, row, BC, vcol, dv, dv, matmul(T, v, DT, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state(
     k_p, v_p, Kb_p, Kf_p, Ve_p, g_p, s_p, end_p, starts_p, carried_p, last_p, W_p, S_p, anchor_p,
     E_p, Ws_p, Ss_p, Wout_p, Sout_p, anchorout_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
@@ -93,8 +93,8 @@ def _state(
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Errors of every chunk and the state at its start; one program a head and tile of value columns."""
-    vcol = tl.program_id(0) * BV + tl.arange(0, BV)
-    n = tl.program_id(1).to(tl.int64)
+    vcol = tl.program_id(1) * BV + tl.arange(0, BV)
+    n = tl.program_id(0).to(tl.int64)
     kcol = tl.arange(0, BK)
     col = tl.arange(0, BJ)
     base = n * dv * dk
@@ -133,14 +133,14 @@ def _state(
     tl.store(Sout_p + base + at, St, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _output(
     q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, y_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -160,15 +160,15 @@ def _output(
         put(y_p, n * length + start, row, count, vcol, dv, dv, y)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _prepare_backward(
     q_p, k_p, G_p, starts_p, T_p, g_p, s_p, dy_p, J_p, Kg_p, Ks_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dE from the chunk's own outputs, J = -A^T dY, and the factors of dW, dS in it; exact: all times T^T."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -191,7 +191,7 @@ def _prepare_backward(
         put(J_p, slot * BJ, col, BJ, vcol, dv, dv, -matmul(At, dy, DT, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state_backward(
     q_p, k_p, Kg_p, Ks_p, J_p, b_p, f_p, bp_p, fp_p, g_p, s_p, end_p, starts_p, carried_p, last_p, dy_p, dW_p, dS_p, danchor_p,
     dU_p, dWs_p, dSs_p, dWin_p, dSin_p, danchorin_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
@@ -199,8 +199,8 @@ def _state_backward(
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """From the last chunk to the first: dU (exact) or dE (stale) of every chunk and the gradient of its end state."""
-    vcol = tl.program_id(0) * BV + tl.arange(0, BV)
-    n = tl.program_id(1).to(tl.int64)
+    vcol = tl.program_id(1) * BV + tl.arange(0, BV)
+    n = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BC)
     col = tl.arange(0, BJ)
     kcol = tl.arange(0, BK)
@@ -254,15 +254,15 @@ def _state_backward(
     tl.store(dSin_p + base + at, dS, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _query_backward(
     q_p, k_p, G_p, b_p, f_p, starts_p, E_p, Ws_p, Ss_p, dy_p, dq_p, dG_p, db_p, df_p,
     length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -290,15 +290,15 @@ def _query_backward(
     put(dq_p, n * length + start, row, count, kcol, dk, dk, dq)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _key_backward(
     q_p, k_p, G_p, Gp_p, bp_p, fp_p, g_p, s_p, starts_p, carried_p, E_p, dU_p, Ws_p, Ss_p, anchor_p, dWs_p, dSs_p, dy_p,
     dk_p, dv_p, dGp_p, dbp_p, dfp_p, dg_p, ds_p, dend_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr,
     BC: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, W: tl.constexpr,
     EXACT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     start, count = span(starts_p, n // per, stride, x)
     slot = n * chunks + x
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -409,7 +409,7 @@ def _run(
     DT, PREC, kept = operand(q.dtype), target.precision(), storage(q.dtype)
     after = read == "after"
     coefs = coefficients(gates, cut, after=after, before=exact or not after)
-    grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
+    grid, common = (N, cut.chunks), (cut.length, cut.chunks, cut.stride, gates.per, dk, dv)
     meta = {"BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window, "DT": DT, "PREC": PREC, **_options(q, cut, sizes)}
     T = None
     Kb = Kf = Ve = k
@@ -425,7 +425,7 @@ def _run(
     Ws, Ss = (cut.blocks(q, N, dk, dv, dtype=kept) for _ in range(2))
     Wout, Sout = torch.empty_like(W), torch.empty_like(S)
     anchorout = None if anchor is None else anchor.clone()
-    _state[(triton.cdiv(dv, BV), N)](
+    _state[(N, triton.cdiv(dv, BV))](
         k, v, Kb, Kf, Ve, coefs.g, coefs.s, coefs.end, cut.starts, *some(cut.starts, cut.carried, cut.last),
         W, S, *some(W, anchor), E, Ws, Ss, Wout, Sout, *some(Wout, anchorout), *common, EXACT=exact, **meta,
     )  # fmt: skip
@@ -464,7 +464,7 @@ class _Memory(torch.autograd.Function):
         dk, dv, BK, BV = sizes
         kept = storage(q.dtype)
         dy, dW, dS = (grad.contiguous() for grad in (dy, dW, dS))
-        grid, common = (cut.chunks, N), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
+        grid, common = (N, cut.chunks), (cut.length, cut.chunks, cut.stride, ctx.per, dk, dv)
         meta = {
             "BC": cut.tokens, "BJ": cut.keys, "BK": BK, "BV": BV, "W": cut.window,
             "DT": operand(q.dtype), "PREC": target.precision(), **_options(q, cut, sizes),
@@ -481,7 +481,7 @@ class _Memory(torch.autograd.Function):
         danchorin = None
         if danchor is not None:
             danchor, danchorin = danchor.contiguous(), torch.empty_like(dW)
-        _state_backward[(triton.cdiv(dv, BV), N)](
+        _state_backward[(N, triton.cdiv(dv, BV))](
             q, k, Kg, Ks, J, *seen[1:], *some(J, *before[1:]), g, s, end, cut.starts,
             *some(cut.starts, cut.carried, cut.last), dy, dW, dS, *some(dW, danchor), dU, dWs, dSs, dWin, dSin,
             *some(dWin, danchorin), *common, EXACT=exact, **meta,
@@ -506,14 +506,18 @@ class _Memory(torch.autograd.Function):
         return (dq, dk_.to(k.dtype), dv_.to(v.dtype), dtheta, deta, dalpha, dgamma, dWin, dSin, danchorin, None, None, None)
 
 
+EXACT_ROWS = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}  # a chunk of the exact form: more spill registers
+PIECE = 256  # chunks a launch without autograd: the buffers between kernels do not grow with T
+
+
 def linear_exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, theta: torch.Tensor, eta: torch.Tensor | None, alpha: torch.Tensor | None,
     state: Any, *, chunk: int = 64, read: str = "after", write: torch.Tensor | None = None, decayed_error: bool = False,
 ) -> tuple[torch.Tensor, Any]:  # fmt: skip
     """As `kernels.linear.linear_exact`: q, k (B, H, T, d_k), v (B, H, T, d_v), gates (B, H, T), state (W, S) (B, H, d_v, d_k).
 
-    The state is float32 whatever the dtype of q, k, v. Raises ValueError for what only the torch form has: a forget gate
-    for each output row, decayed_error, widths above 128.
+    The state is float32 whatever the dtype of q, k, v; `chunk` is an upper limit. Raises ValueError for what only the torch
+    form has: a forget gate for each output row, decayed_error, widths above 128.
     """
     if decayed_error or (alpha is not None and alpha.dim() == 4):
         raise ValueError("linear_exact: channel-wise alpha and decayed_error have only the torch form")
@@ -521,6 +525,17 @@ def linear_exact(
     B, H, T, _ = q.shape
     if T == 0:
         return torch.zeros_like(v), state
+    chunk = min(chunk, EXACT_ROWS[q.dtype])
+    if not torch.is_grad_enabled() and T > PIECE * chunk:
+        outputs = []
+        for part in (slice(at, at + PIECE * chunk) for at in range(0, T, PIECE * chunk)):
+            gates = [None if x is None else x[:, :, part] for x in (eta, alpha)]
+            y, state = linear_exact(
+                q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], gates[0], gates[1], state,
+                chunk=chunk, read=read, write=None if write is None else write[:, part],
+            )  # fmt: skip
+            outputs.append(y)
+        return torch.cat(outputs, 2), state
     cut = fixed_cut(T, chunk, write, q.device)
     y, W, S = _Memory.apply(*flat(q, k, v, theta, eta, alpha), None, *flat(*state), None, cut, H, read)
     return y.view(B, H, T, -1), type(state)(*(x.view(B, H, *x.shape[1:]) for x in (W, S)))
@@ -548,13 +563,16 @@ def linear_stale(
     if T == 0:
         return torch.zeros_like(v), state
     cut = phased_cut(T, chunk, state.phase, write, lags + 1)
-    if write is not None and cut.slots > LARGEST_CHUNK:
+    piece = T if torch.is_grad_enabled() else PIECE * chunk
+    if cut.slots > LARGEST_CHUNK:
+        piece = LARGEST_CHUNK
+    if T > piece:
         outputs = []
-        for part in (slice(at, at + LARGEST_CHUNK) for at in range(0, T, LARGEST_CHUNK)):
-            gates = [None if x is None else x[:, :, part] for x in (eta, alpha)]
+        for part in (slice(at, at + piece) for at in range(0, T, piece)):
+            gates = [None if x is None else x[:, :, part] for x in (eta, alpha, gamma)]
             y, state = linear_stale(
                 q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], gates[0], gates[1], state,
-                chunk=chunk, read=read, write=write[:, part],
+                chunk=chunk, read=read, write=None if write is None else write[:, part], gamma=gates[2],
             )  # fmt: skip
             outputs.append(y)
         return torch.cat(outputs, 2), state

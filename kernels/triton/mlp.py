@@ -28,7 +28,7 @@ from kernels.network import DEFAULT, Network
 from kernels.triton import target
 from kernels.triton.coefficients import Coefficients, Gates, Rows, coefficients, coefficients_backward, new_rows
 from kernels.triton.cut import LARGEST_CHUNK, Cut, phased_cut, span
-from kernels.triton.target import LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
+from kernels.triton.target import COUNTS, LARGEST_WIDTH, block, flat, matmul, operand, put, some, storage, tile
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
@@ -85,7 +85,7 @@ def _last(g_p, s_p, end_p, slot, col, keys, BJ: tl.constexpr):
     return g, s, tl.load(end_p + slot * 3), tl.load(end_p + slot * 3 + 1), tl.load(end_p + slot * 3 + 2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state(
     k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor1_p, anchor2_p, init1_p, init2_p, scale_p, shift_p,
     W1_p, S1_p, W2_p, S2_p, Z1_p, Z2_p, D1_p, D2_p, out1_p, out2_p,
@@ -171,7 +171,7 @@ def _state(
         tl.debug_barrier()  # the next chunk reads slot x + 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _output(
     q_p, k_p, G_p, b_p, f_p, starts_p, init1_p, init2_p, scale_p, shift_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     Z1q_p, Z2q_p, P_p, y_p, length, chunks, stride, per, dk: tl.constexpr, dv: tl.constexpr, hidden, eps,
@@ -179,8 +179,8 @@ def _output(
     NORM: tl.constexpr, RESIDUAL: tl.constexpr, INIT: tl.constexpr, AFFINE: tl.constexpr, KEEP: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     head = n % per
     start, count = span(starts_p, n // per, stride, x)
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -236,7 +236,7 @@ def _output(
     put(y_p, n * length + start, row, count, vcol, dv, dv, z2)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _output_backward(
     q_p, k_p, G_p, b_p, f_p, starts_p, init1_p, init2_p, scale_p, shift_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     Z1q_p, Z2q_p, P_p, dy_p,
@@ -250,8 +250,8 @@ def _output_backward(
 
     Gates shared by the layers (L = 1) still get one gradient a layer here.
     """
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     head = n % per
     start, count = span(starts_p, n // per, stride, x)
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -345,7 +345,7 @@ def _output_backward(
     put(dk_p, slot * BJ, col, BJ, kcol, dk, dk, matmul(tl.trans(dA1), q, DT, PREC))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _state_backward(
     k_p, v_p, g_p, s_p, end_p, starts_p, carried_p, last_p, anchor2_p, scale_p, shift_p,
     W2_p, Z1_p, Z2_p, D1_p, D2_p, dA_p, dD1_p, dD2_p, dout1_p, dout2_p,
@@ -469,7 +469,7 @@ def _state_backward(
         tl.store(dshift_p + n * dv + vcol, dshift, mask=vcol < dv)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _key_backward(
     k_p, g_p, s_p, starts_p, carried_p, anchor1_p, init1_p, init2_p, W1_p, S1_p, W2_p, S2_p, Z1_p, D1_p, D2_p,
     dW1_p, dS1_p, dW2_p, dS2_p, dZ1_p, dR_p, dkq_p,
@@ -479,8 +479,8 @@ def _key_backward(
     DT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Gradients of keys, values and the coefficients of the chunk's end, once those of all states are known."""
-    x = tl.program_id(0)
-    n = tl.program_id(1).to(tl.int64)
+    x = tl.program_id(1)
+    n = tl.program_id(0).to(tl.int64)
     head = n % per
     start, count = span(starts_p, n // per, stride, x)
     keys = tl.where(count > 0, count + W - 1, 0)
@@ -603,7 +603,7 @@ def _run(
     )  # fmt: skip
     Z1q, Z2q, P = (cut.blocks(q, N, cut.tokens, size, dtype=form.kept) if keep else None for size in (hidden, dv, cut.keys))
     y = torch.empty(N, cut.length, dv, device=q.device, dtype=v.dtype)
-    _output[(cut.chunks, N)](
+    _output[(N, cut.chunks)](
         q, k, *seen, cut.starts, *fixed, W1s, S1s, W2s, S2s, Z1, D1, D2, *some(Z1, Z1q, Z2q, P), y,
         *form.number, BC=cut.tokens, KEEP=keep, **form.meta,
     )  # fmt: skip
@@ -642,7 +642,7 @@ class _Memory(torch.autograd.Function):
         cut, form = ctx.cut, ctx.form
         gates = Gates(theta, eta, alpha, gamma, *ctx.gates)
         N, dv = q.shape[0], v.shape[-1]
-        grid, tokens = (cut.chunks, N), {"BC": cut.tokens}
+        grid, tokens = (N, cut.chunks), {"BC": cut.tokens}
         dy = dy.contiguous()
         dW1, dW2, dS1, dS2 = (torch.empty_like(x) for x in (W1s, W2s, S1s, S2s))
         for buffer, grad in zip((dW1, dW2, dS1, dS2), dends, strict=False):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton import target
-from kernels.triton.target import LARGEST_WIDTH, block, matmul, operand, put, tile
+from kernels.triton.target import COUNTS, LARGEST_WIDTH, block, matmul, operand, put, tile
 
 MUON = ((3.4445, -4.7750, 2.0315),) * 5
 
@@ -43,7 +43,7 @@ def _times(x_p, x_base, y_p, y_base, row, rows, BM: tl.constexpr, DT: tl.constex
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _forward(
     S_p, X_p, A_p, B_p, inverse_p, steps_p, steps, rows, cols, eps,
     BM: tl.constexpr, BN: tl.constexpr, KEEP: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
@@ -85,7 +85,7 @@ def _forward(
         tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _backward(
     X_p, D_p, A_p, B_p, C_p, inverse_p, dS_p, steps_p, steps, rows, cols,
     BM: tl.constexpr, BN: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+COUNTS = ["length", "chunks", "stride", "per", "layers"]  # arguments of every call: none may cost a compilation
 LARGEST_WIDTH = 128  # a program holds whole rows of keys; wider ones would spill registers on every target
 
 

@@ -1,7 +1,10 @@
 """Where a time stamp lies in the seasons of its series: the keys that a forecaster's memory is written and read with.
 
 Slots are counted from a fixed Monday midnight UTC in steps of the frequency, so that a stamp has the same slot in a file, in a live
-stream and after a restart.
+stream and after a restart. With a zone they are counted on its wall clock: people get up at seven, before and after the change.
+
+Stamps are kept without a zone. Rows shorter than a day lie on the UTC clock, which has no gaps; rows of whole days and longer lie on
+the clock of their zone, where a day may have 23 or 25 hours.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from pipelines.windows import parse_frequency
@@ -31,12 +35,14 @@ def natural_cycles(frequency: str) -> tuple[int, ...]:
         return (12 // months,) if months < 12 and 12 % months == 0 else ()
     if unit == "i":
         return ()
+    if unit == "b":
+        return (5,) if count == 1 else ()
     step = count * _SECONDS[unit]
     if unit == "w":
         return (52,) if count == 1 else ()
     spans = [_DAY, _WEEK] if step >= _MINUTE else [_HOUR, _DAY]
-    rows = [span / step for span in spans]
-    return tuple(int(r) for r in rows if r > 1 and float(r).is_integer())
+    counts = [span / step for span in spans]
+    return tuple(int(r) for r in counts if r > 1 and float(r).is_integer())
 
 
 def default_seasons(frequency: str, rows: int) -> tuple[Season, ...]:
@@ -62,19 +68,44 @@ def steps(ds: NDArray[Any], frequency: str) -> NDArray[np.int64]:
     if unit == "i":
         return np.asarray(ds).astype(np.int64) // count
     stamps = np.asarray(ds)
-    stamps = (
-        stamps.astype("datetime64[us]") if stamps.dtype.kind == "M" else stamps.astype(np.int64).view("datetime64[us]")
-    )
+    stamps = stamps.astype("datetime64[us]") if stamps.dtype.kind == "M" else stamps.astype(np.int64).view("datetime64[us]")
+    if unit == "b":
+        return np.busday_count(np.datetime64("1969-12-29"), stamps.astype("datetime64[D]")) // count
     if unit in _MONTHS:
         return stamps.astype("datetime64[M]").astype(np.int64) // (count * _MONTHS[unit])
     return (stamps.astype(np.int64) - _MONDAY) // int(count * _SECONDS[unit] * 1e6)
 
 
-def phases(frequency: str, seasons: tuple[Season, ...]) -> Callable[[NDArray[Any]], NDArray[np.float32]]:
-    """A function from stamps (n,) to the slot of each in every season (n, G), as float32 (whole numbers)."""
+def phases(
+    frequency: str, seasons: tuple[Season, ...], zone: str | None = None
+) -> Callable[[NDArray[Any]], NDArray[np.float32]]:
+    """A function from stamps (n,) to the slot of each in every season (n, G), as float32 (whole numbers); by the wall clock of `zone`."""
 
     def phase(ds: NDArray[Any]) -> NDArray[np.float32]:
-        at = steps(ds, frequency)
+        at = steps(wall_clock(np.asarray(ds), frequency, zone), frequency)
         return np.stack([at // s.stride % s.slots for s in seasons], axis=-1).astype(np.float32)
 
     return phase
+
+
+def on_wall_clock(frequency: str) -> bool:
+    """Whether a grid of this frequency runs on the clock of the zone (whole days and longer) and not in UTC."""
+    return parse_frequency(frequency)[1] in ("d", "b", "w", "mo", "q", "y")
+
+
+def to_zone(ds: pl.Series, frequency: str, zone: str | None) -> pl.Series:
+    """Stamps of a grid as the user's: with the zone, where one is known; whole numbers and zoneless stamps as they are."""
+    if zone is None or ds.dtype.is_integer():
+        return ds
+    if on_wall_clock(frequency):
+        # Midnight comes twice, or not at all, where a clock changes at midnight.
+        return ds.dt.replace_time_zone(zone, ambiguous="earliest", non_existent="null")
+    return ds.dt.replace_time_zone("UTC").dt.convert_time_zone(zone)
+
+
+def wall_clock(ds: NDArray[Any], frequency: str, zone: str | None) -> NDArray[Any]:
+    """Stamps of a grid as the zone's wall clock shows them, without a zone. (n,) -> (n,)."""
+    if zone is None or ds.dtype.kind != "M" or on_wall_clock(frequency):
+        return ds
+    shown = pl.Series(ds.astype("datetime64[us]")).dt.replace_time_zone("UTC").dt.convert_time_zone(zone)
+    return shown.dt.replace_time_zone(None, ambiguous="earliest").to_numpy()

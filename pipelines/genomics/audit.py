@@ -193,18 +193,20 @@ def clusters(sequences: Sequence[str], near: float = NEAR) -> list[int]:
 
     codes, rows = _words([sequence.upper() for sequence in sequences])
     sizes = np.bincount(rows, minlength=len(sequences))
-    order = np.argsort(codes, kind="stable")
+    order = np.lexsort((rows, codes))
     codes, rows = codes[order], rows[order]
-    edges = np.flatnonzero(np.diff(codes)) + 1
-    shared: Counter[tuple[int, int]] = Counter()
-    for group in np.split(rows, edges):
-        distinct = np.unique(group)
-        if len(distinct) > 1:
-            # A word of many rows (a repeat) links each to the first only, which keeps this linear.
-            shared.update((int(distinct[0]), int(row)) for row in distinct[1:])
-    for (a, b), count in shared.items():
-        if count >= near * max(min(sizes[a], sizes[b]), 1):
-            owner[root(b)] = root(a)
+    fresh = np.ones(len(codes), bool)
+    fresh[1:] = (codes[1:] != codes[:-1]) | (rows[1:] != rows[:-1])  # a row holds a word once
+    codes, rows = codes[fresh], rows[fresh]
+    starts = np.ones(len(codes), bool)
+    starts[1:] = codes[1:] != codes[:-1]
+    # A word links each of its rows to the first one only, which keeps repeats linear.
+    first = rows[np.maximum.accumulate(np.where(starts, np.arange(len(rows)), 0))]
+    pairs, shared = np.unique(first[~starts] * len(sequences) + rows[~starts], return_counts=True)
+    for pair, count in zip(pairs.tolist(), shared.tolist(), strict=True):
+        one, other = divmod(pair, len(sequences))
+        if count >= near * max(min(sizes[one], sizes[other]), 1):
+            owner[root(other)] = root(one)
     return [root(row) for row in range(len(sequences))]
 
 

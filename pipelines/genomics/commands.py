@@ -1,4 +1,4 @@
-"""`tethys genomics`: audit, train, classify."""
+"""`tethys genomics`: audit, train, classify, score-variants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-app = typer.Typer(help="DNA: audit datasets, train classifiers, classify files.", no_args_is_help=True)
+app = typer.Typer(help="DNA: audit datasets, train classifiers, classify files, score variants.", no_args_is_help=True)
 
 Table = Annotated[Path, typer.Argument(help="Table with sequence and label columns (TSV or CSV, plain or compressed).")]
 Dev = Annotated[Path | None, typer.Option(help="Table of held-out rows that choices are made on.")]
@@ -115,3 +115,30 @@ def classify(
     print(json.dumps(asdict(summary)) if as_json else summary.line())
     if summary.status:
         raise typer.Exit(summary.status)
+
+
+@app.command(
+    name="score-variants", epilog="Example: tethys genomics score-variants model.safetensors calls.vcf --genome hg38.fa --output scores.tsv"
+)
+def score_variants_command(
+    model: Annotated[Path, typer.Argument(help="Weights that `train` wrote.")],
+    vcf: Annotated[str, typer.Argument(help="VCF, plain or compressed; '-' for standard input.")],
+    genome: Annotated[Path, typer.Option(help="FASTA that the positions lie on.")],
+    output: Annotated[Path, typer.Option(help="TSV, one line an ALT allele.")],
+) -> None:
+    """What each allele does to each class, on both strands. Exit status 3 when an allele could not be scored."""
+    from collections import Counter
+
+    from pipelines.genomics.variants import score_variants
+    from titans_core.classifier import load
+
+    status: Counter[str] = Counter()
+    part = output.with_name("." + output.name)
+    with open(part, "w") as file:
+        for frame in score_variants(load(model)[0], vcf, genome):
+            frame.write_csv(file, separator="\t", include_header=not status)
+            status.update(frame["status"].to_list())
+    part.replace(output)
+    print(", ".join(f"{name} {count}" for name, count in status.items()) or "no allele")
+    if set(status) != {"ok"}:
+        raise typer.Exit(3)

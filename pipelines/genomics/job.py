@@ -10,6 +10,7 @@
     format: parquet          # or tsv, or bed (BED inputs only: the score of the first class times 1000)
     shard_records: 20000
     on_bad_record: skip      # or stop
+    executor: local          # or ray: one task an input
 
 The run key is a digest of the model, the inputs and every setting that changes a row. Each shard (so many records of one
 input) is written to a hidden file and renamed when whole; a second run with the same key scores only the shards that are
@@ -24,7 +25,6 @@ import hashlib
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -56,6 +56,7 @@ class ClassifyJob:
     format: Literal["parquet", "tsv", "bed"] = "parquet"
     shard_records: int = 20_000
     on_bad_record: Literal["skip", "stop"] = "skip"
+    executor: Literal["local", "ray"] = "local"
 
 
 @dataclass
@@ -124,6 +125,7 @@ def read_job(path: str | Path) -> ClassifyJob:
     for name, value, allowed in (
         ("format", job.format, ("parquet", "tsv", "bed")),
         ("on_bad_record", job.on_bad_record, ("skip", "stop")),
+        ("executor", job.executor, ("local", "ray")),
     ):
         if value not in allowed:
             raise UserError(f"{path}: {name} '{value}' is none of {', '.join(allowed)}")
@@ -168,53 +170,90 @@ def classify(job: ClassifyJob) -> Summary:
         shutil.rmtree(output)
         output.mkdir(parents=True)
     begun.write_text(key)
-    summary = Summary(key)
-    counts: Counter[str] = Counter({name: 0 for name in classes})
-    genome = Genome(job.genome) if job.genome is not None else None
-    dead = output / ".dead_letter.jsonl"
-    dead.unlink(missing_ok=True)
-    shortest = None
-    for number, path in enumerate(job.inputs):
-        reader = _open(path, job, genome, dead)
-        for shard, records in enumerate(_shards(reader, job.shard_records)):
-            file = output / f"part-{number:04d}-{shard:06d}.{job.format}"
-            summary.shards += 1
-            lengths = [len(record.sequence) for record in records]
-            shortest = min(lengths) if shortest is None else min(shortest, *lengths)
-            summary.longest = max(summary.longest, *lengths)
-            if not file.exists():
-                _score(model, path, records, file, job)
-                summary.shards_scored += 1
-            counts.update(_predictions(file, job.format, classes))
-            summary.padded += sum(length < model.config.length for length in lengths)
-            summary.cropped += sum(length > model.config.length for length in lengths)
-            summary.records += len(records)
-        report = reader.report
-        summary.bad_records += report.bad_records
-        summary.empty += report.empty
-        summary.bases += report.bases
-        summary.ambiguous += sum(report.ambiguous.values())
-        summary.warnings += [f"{path.name}: {warning}" for warning in report.warnings]
-    if dead.exists():
-        dead.replace(output / "dead_letter.jsonl")
-    summary.shortest = shortest or 0
-    summary.classes = dict(counts)
+    parts = [(job, number, path) for number, path in enumerate(job.inputs)]
+    summary = Summary(key, classes=dict.fromkeys(classes, 0))
+    for part in _on_ray(parts) if job.executor == "ray" else (classify_input(*part) for part in parts):
+        _add(summary, part)
+    with open(output / ".dead_letter.jsonl", "w") as merged:
+        for number in range(len(job.inputs)):
+            letter = _dead(output, number)
+            if letter.exists():
+                merged.write(letter.read_text())
+                letter.unlink()
+    if summary.bad_records:
+        (output / ".dead_letter.jsonl").replace(output / "dead_letter.jsonl")
+    else:
+        (output / ".dead_letter.jsonl").unlink()
     summary.seconds = round(time.monotonic() - start, 3)
-    part = output / ".run.json"
-    part.write_text(json.dumps({**asdict(summary), "classes_order": list(classes)}, indent=1))
-    part.replace(state)
+    fresh = output / ".run.json"
+    fresh.write_text(json.dumps({**asdict(summary), "classes_order": list(classes)}, indent=1))
+    fresh.replace(state)
     return summary
 
 
-def _open(path: Path, job: ClassifyJob, genome: Genome | None, dead: Path) -> Reader:
-    return read(
+def classify_input(job: ClassifyJob, number: int, path: Path) -> Summary:
+    """Every missing shard of one input; what was counted in all of it."""
+    model, _ = load(job.model)
+    classes = model.config.classes
+    dead = _dead(job.output, number)
+    dead.unlink(missing_ok=True)
+    summary = Summary("", classes=dict.fromkeys(classes, 0), shortest=-1)
+    reader = read(
         path,
-        genome=genome,
+        genome=Genome(job.genome) if job.genome is not None else None,
         window=job.window,
         pad=job.pad,
         on_bad_record=job.on_bad_record,
         dead_letter=dead if job.on_bad_record == "skip" else None,
     )
+    for shard, records in enumerate(_shards(reader, job.shard_records)):
+        file = job.output / f"part-{number:04d}-{shard:06d}.{job.format}"
+        lengths = [len(record.sequence) for record in records]
+        if not file.exists():
+            _score(model, path, records, file, job)
+            summary.shards_scored += 1
+        for name in _predictions(file, job.format):
+            summary.classes[name] += 1
+        summary.shards += 1
+        summary.records += len(records)
+        summary.shortest = min(lengths) if summary.shortest < 0 else min(summary.shortest, *lengths)
+        summary.longest = max(summary.longest, *lengths)
+        summary.padded += sum(length < model.config.length for length in lengths)
+        summary.cropped += sum(length > model.config.length for length in lengths)
+    report = reader.report
+    summary.bad_records, summary.empty, summary.bases = report.bad_records, report.empty, report.bases
+    summary.ambiguous = sum(report.ambiguous.values())
+    summary.warnings = [f"{path.name}: {warning}" for warning in report.warnings]
+    return summary
+
+
+def _on_ray(parts: Sequence[tuple[ClassifyJob, int, Path]]) -> Iterator[Summary]:
+    """One task an input, as many at once as the cluster has cores; the output folder must be one that all nodes see."""
+    from pipelines.windows import ray_cluster
+
+    ray_cluster()
+    import ray
+
+    task = ray.remote(num_cpus=1)(classify_input)
+    try:
+        yield from ray.get([task.remote(*part) for part in parts])
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause if isinstance(error.cause, UserError) else error from None
+
+
+def _add(total: Summary, part: Summary) -> None:
+    for name in ("records", "shards", "shards_scored", "bad_records", "empty", "padded", "cropped", "bases", "ambiguous"):
+        setattr(total, name, getattr(total, name) + getattr(part, name))
+    for name, count in part.classes.items():
+        total.classes[name] += count
+    if part.records:
+        total.shortest = min(total.shortest or part.shortest, part.shortest)
+    total.longest = max(total.longest, part.longest)
+    total.warnings += part.warnings
+
+
+def _dead(output: Path, number: int) -> Path:
+    return output / f".dead-{number:04d}.jsonl"
 
 
 def _kind(path: Path, job: ClassifyJob) -> str:
@@ -256,7 +295,7 @@ def _score(model: SequenceClassifier, path: Path, records: Sequence[AnyRecord], 
     part.replace(file)
 
 
-def _predictions(file: Path, kind: str, classes: tuple[str, ...]) -> list[str]:
+def _predictions(file: Path, kind: str) -> list[str]:
     if kind == "parquet":
         return pl.read_parquet(file, columns=["prediction"])["prediction"].to_list()
     if kind == "tsv":

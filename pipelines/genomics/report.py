@@ -70,10 +70,11 @@ def train_and_report(
     strands: str = "forward",
     settings: Settings | None = None,
     accept_leaks: bool = False,
+    draws: int = 500,
     progress: Callable[[int, int, float], None] | None = None,
     **shape: Any,
 ) -> Trained:
-    """Audit the splits, train, and score on test; `shape` goes to ClassifierConfig.
+    """Audit the splits, train, and score on test; `shape` goes to ClassifierConfig, `draws` resample for the intervals.
 
     Raises UserError where the audit refuses and accept_leaks is not set. Dev rows that train holds are left out.
     """
@@ -103,8 +104,8 @@ def train_and_report(
     clean = found.clean["test"]
     table: dict[str, dict[str, dict[str, Score]]] = {}
     for name, values in probabilities.items():
-        table[name] = {"all": scores(target.tolist(), values)}
+        table[name] = {"all": scores(target.tolist(), values, draws=draws)}
         if 0 < len(clean) < len(target):
-            table[name]["clean"] = scores(target.tolist(), values, rows=clean)
+            table[name]["clean"] = scores(target.tolist(), values, rows=clean, draws=draws)
     digests = {name: digest(rows) for name, rows in (("train", train), ("dev", dev), ("test", test))}
     return Trained(model, found, table, digests)

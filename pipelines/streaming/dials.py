@@ -65,8 +65,7 @@ class Dials:
             done, seconds = step.counters["received"], self._last - self._started
             lag = "" if step.lag is None else f", {step.lag} waiting"
             print(
-                f"\r{done} events, {step.streams} streams, {done / seconds:.0f} a second, "
-                f"{step.counters['alarms']} alarms{lag}   ",
+                f"\r{done} events, {step.streams} streams, {done / seconds:.0f} a second, {step.counters['alarms']} alarms{lag}   ",
                 end="",
                 file=sys.stderr,
                 flush=True,
@@ -78,18 +77,14 @@ class Dials:
         except ImportError as error:
             raise UserError("metrics need prometheus-client: pip install 'tethys-streams[metrics]'") from error
         registry = prometheus.CollectorRegistry()
-        self._events = prometheus.Counter(
-            "tethys_events", "Lines by what became of them", ["verdict"], registry=registry
-        )
+        self._events = prometheus.Counter("tethys_events", "Lines by what became of them", ["verdict"], registry=registry)
         self._forecast = prometheus.Counter("tethys_forecasts", "Rows of forecasts", registry=registry)
         self._alarms = prometheus.Counter("tethys_alarms", "Anomalies and drifts", registry=registry)
         self._bytes = prometheus.Gauge("tethys_checkpoint_bytes", "Bytes written to the checkpoint", registry=registry)
         self._lag = prometheus.Gauge("tethys_lag", "Records waiting in the source", registry=registry)
         self._streams = prometheus.Gauge("tethys_streams", "Streams resident in memory", registry=registry)
         self._surprise = prometheus.Gauge("tethys_surprise", "Mean surprise of the last batch", registry=registry)
-        self._coverage = prometheus.Gauge(
-            "tethys_coverage", "Share of values in the interval issued one row before", registry=registry
-        )
+        self._coverage = prometheus.Gauge("tethys_coverage", "Share of values in the interval issued one row before", registry=registry)
         self._latency = prometheus.Histogram(
             "tethys_latency_seconds",
             "From an event to its durable forecasts",
@@ -106,9 +101,7 @@ class Dials:
                 elif self.path == "/healthz":
                     status, kind, body = 200, "text/plain", b"alive\n"
                 elif self.path == "/readyz":
-                    status, kind, body = (
-                        (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"no commit\n")
-                    )
+                    status, kind, body = (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"no commit\n")
                 else:
                     status, kind, body = 404, "text/plain", b"/metrics, /healthz, /readyz\n"
                 self.send_response(status)
@@ -134,6 +127,7 @@ class Dials:
             "missing",
             "late",
             "duplicate",
+            "corrected",
             "conflict",
             "quarantined",
             "off_grid",

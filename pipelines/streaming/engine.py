@@ -27,7 +27,7 @@ from connectors.checkpoints import CheckpointStore
 from connectors.streams.base import DeadLetter, Record, dead_letter_frame
 from pipelines.streaming.event_time import EventTime, Row
 from pipelines.streaming.journal import Arrivals, unpack_arrivals, unpack_rows
-from pipelines.streaming.monitors import ANOMALOUS, ANOMALY, LEVEL, SCALE, Monitors, MonitorState, Verdict
+from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL, UNUSUAL_BIT, Monitors, MonitorState, Verdict
 from pipelines.streaming.slots import Slots
 from titans_core.state import replace, select
 
@@ -194,9 +194,12 @@ class Engine:
             model = self._pass_gaps(model, gaps, ds)
             monitored = watch.skip(monitored, gaps)
         y = torch.where(observed, value, 0.0)
-        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), self._phase(ds).unsqueeze(1))
-        future = self.policy.frequency.after(ds, self.model.horizon)
-        forecast = memory.forecast(model, self._phase(future))
+        # Most streams stand at the same time: the calendar is worked out once for each distinct one.
+        times, which = np.unique(ds, return_inverse=True)
+        now, ahead = self._phase(times), self.policy.frequency.after(times, self.model.horizon)
+        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), now[which].unsqueeze(1))
+        future = ahead[which]
+        forecast = memory.forecast(model, self._phase(ahead)[which])
         monitored, verdict = watch.judge(monitored, value)
         low, high = watch.interval(monitored, forecast)
         self.slots.put(slots, StreamState(model, watch.expect(monitored, forecast)))
@@ -213,9 +216,8 @@ class Engine:
         return model
 
     def _phase(self, ds: np.ndarray) -> Tensor:
-        """(...) times -> (..., F); each distinct time is worked out once."""
-        times, which = np.unique(ds, return_inverse=True)
-        return torch.from_numpy(self.model.phase(times)[which.reshape(ds.shape)])
+        """(...) times -> (..., F)."""
+        return torch.from_numpy(self.model.phase(ds.reshape(-1))).unflatten(0, ds.shape)
 
     # Rows.
 
@@ -271,7 +273,8 @@ class Engine:
             alarm, name, ds, y = int(verdict.alarm[i]), one.names[i], int(one.ds[i]), float(one.value[i])
             level, scale = verdict.statistic[i].tolist()
             for bit, kind, cause, statistic, limit in (
-                (ANOMALOUS, "anomaly", "outlier", float(verdict.anomaly[i]), ANOMALY),
+                (OUTLIER, "anomaly", "outlier", float(verdict.anomaly[i]), float(verdict.limit[i])),
+                (UNUSUAL_BIT, "anomaly", "unusual", float(verdict.unusual[i]), UNUSUAL),
                 (LEVEL, "drift", "level", level, 1.0),
                 (SCALE, "drift", "scale", scale, 1.0),
             ):
@@ -291,7 +294,7 @@ class Engine:
             if entry.learnt is None:
                 unfinished = (arrivals, entry.batch)
                 break
-            rows = unpack_rows(entry.learnt)
+            rows = unpack_rows(entry.learnt, arrivals)
             touched = dict.fromkeys([r.unique_id for r in arrivals.records] + list(arrivals.flush))
             self.slots.admit(touched, entry.batch)
             known = Arrivals(
@@ -331,7 +334,5 @@ def _number(name: str, values: np.ndarray) -> pl.Series:
 
 
 def _refused(record: Record, verdict: str) -> DeadLetter:
-    raw = json.dumps(
-        {"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True
-    )
+    raw = json.dumps({"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True)
     return DeadLetter(verdict, "", record.partition, record.offset, raw)

@@ -7,6 +7,7 @@ stream never depends on which others share its worker. Verdicts:
     accepted     a value, taken in its order (`missing`: taken as a missing value, nothing is learnt from it)
     late         its place in the order has passed; published forecasts do not change
     duplicate    the same event again (same time and value, or same event id)
+    corrected    another value for a waiting event, which takes it (with the policy `last`)
     conflict     another value for a time, or another time for an event id, that is already known
     quarantined  further ahead than a clock may jump; the watermark does not move
     off_grid     between two steps of the stream's frequency
@@ -161,7 +162,7 @@ def _same(a: float, b: float) -> bool:
 
 
 class Clock:
-    """Order, lateness and repeats of one stream. Its state is small and JSON (`dump`, `load`)."""
+    """Order, lateness and repeats of one stream. Its state is small and JSON (`dump`, `load`; NaN becomes null)."""
 
     __slots__ = ("ahead", "buffer", "last", "newest", "recent")
 
@@ -214,6 +215,7 @@ class Clock:
                     return "duplicate"
                 if policy.conflict == "last" and waiting is self.buffer and known_ds == ds:
                     self.buffer[place] = (ds, y, event)
+                    return "corrected"
                 return "conflict"
         return None
 
@@ -245,7 +247,7 @@ class Clock:
     def load(cls, data: list[Any]) -> Clock:
         clock = cls()
         clock.last, clock.newest = data[0], data[1]
-        clock.buffer = [(ds, y, event) for ds, y, event in data[2]]
-        clock.recent = deque((ds, y, event) for ds, y, event in data[3])
+        clock.buffer = [(ds, math.nan if y is None else y, event) for ds, y, event in data[2]]
+        clock.recent = deque((ds, math.nan if y is None else y, event) for ds, y, event in data[3])
         clock.ahead = None if data[4] is None else (data[4][0], data[4][1])
         return clock

@@ -35,9 +35,7 @@ def streams(checkpoint: str | Path) -> Listing:
         progress = store.progress()
         assert progress is not None
         rows = [_row(store, name, progress.settings) for name, _, _ in store.streams()]
-        return Listing(
-            str(progress.settings.get("model")), progress.done, progress.counters, progress.positions, rows
-        )
+        return Listing(str(progress.settings.get("model")), progress.done, progress.counters, progress.positions, rows)
     finally:
         store.close()
 

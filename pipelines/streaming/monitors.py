@@ -8,8 +8,10 @@ it is stacked, spilled and replayed like the model's own.
 - **Intervals.** Adaptive conformal, as quantile tracking (Gibbs and Candes 2021; Angelopoulos et al. 2023, eq. 2): the
   interval of step h is the model's outer quantiles stretched about the median by `c_h`, and after each judged row
   log c_h moves by rate x (missed - (1 - level)). Its long-run coverage is the level whatever the data do.
-- **Anomaly.** The residual of step 1 in units of its own running absolute deviation, and `surprise`: the same residual
-  in units of what the model said it would be.
+- **Anomaly.** The residual of step 1 in units of its own running absolute deviation (`anomaly`: a single outlier), and
+  `surprise`: the same residual in units of what the model said it would be. `unusual` is the anomaly likelihood of
+  Ahmad et al. 2017 (eqs. 4-5): how far the mean size of the last ten residuals lies above its long-run mean, in standard
+  deviations of such a mean; noisy series are judged by their own noise. After an alarm of it there is none for a while.
 - **Drift.** Two-sided CUSUM (Page 1954) of the standardised residual of the longest tracked step (a level that moved
   biases it for a whole horizon, however fast the model follows), and of the successive differences of the residual of
   step 1 (their size is the scale of the noise and does not see levels). Residuals are clipped, so one outlier is no
@@ -26,14 +28,25 @@ from torch import Tensor
 
 # log c moves by at most this share a judged row; small enough to be steady, large enough to follow a season.
 INTERVAL_RATE = 0.05
+# A new stream learns its stretch up to 17 times faster, fading with its rows: a cold memory is more wrong than it says.
+INTERVAL_HASTE, INTERVAL_HASTE_ROWS = 64, 4
 # Rows over which the absolute deviation of a residual is averaged.
 SCALE_ROWS = 64
 # A residual counts for at most so many deviations in its running scale: one outlier moves it by 3 %.
 SCALE_CLIP = 3.0
 # No alarm before so many residuals were seen; for drift eight horizons, in which a new memory learns its first seasons.
 WARM_UP = 32
-ANOMALY = 6.0
-"""Residuals beyond so many (normal-equivalent) deviations are anomalies."""
+# Residuals beyond so many (normal-equivalent) deviations are outliers; where a stream's tails are heavy the limit rises
+# until about one row in a thousand is beyond it.
+OUTLIER_LIMIT = 6.0
+OUTLIER_SHARE = 1e-3
+OUTLIER_RATE = 0.5
+# The published windows and threshold of the anomaly likelihood: a tail of 1e-5.
+SHORT_ROWS, LONG_ROWS = 10, 1000
+UNUSUAL = 4.265
+UNUSUAL_WARM_UP = 96
+# One disturbance, one alarm.
+HOLD_ROWS = 100
 DRIFT_CLIP = 3.5
 # CUSUM in standard deviations: half the shift to find, and a limit white noise reaches about once in 10^6 rows.
 DRIFT_REFERENCE = 0.5
@@ -46,7 +59,7 @@ DIFFERENCES_WIDER = 1.6
 HALF_NORMAL_MEAN = math.sqrt(2 / math.pi)
 HALF_NORMAL_SD = math.sqrt(1 - 2 / math.pi)
 
-NONE, ANOMALOUS, LEVEL, SCALE = 0, 1, 2, 4
+OUTLIER, LEVEL, SCALE, UNUSUAL_BIT = 1, 2, 4, 8
 """Bits of an alarm."""
 
 
@@ -77,6 +90,16 @@ class MonitorState:
     """(n,) float32: running lag-one autocorrelation of the standardised residual of the last step."""
     cusum: Tensor
     """(n, 4) float32: level up and down, scale up and down."""
+    tolerance: Tensor
+    """(n,) float32: log of how far the limit of outliers has risen."""
+    jump: Tensor
+    """(n, 2) float32: running mean and mean square of the sizes of successive differences."""
+    size: Tensor
+    """(n, 3) float64: short and long running mean of the absolute residual of step 1, and its long running variance."""
+    sizes: Tensor
+    """(n,) int64: residuals in `size`."""
+    hold: Tensor
+    """(n,) int64: rows until the next alarm of `unusual`."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +110,12 @@ class Verdict:
     """(n,) float64 residual of step 1 in standard deviations of the model's forecast; NaN: no forecast or no value."""
     anomaly: Tensor
     """(n,) float64 residual of step 1 in its own running standard deviations; NaN likewise or while warming up."""
+    limit: Tensor
+    """(n,) float32: what `anomaly` was held against."""
+    unusual: Tensor
+    """(n,) float64 anomaly likelihood as a standard score; NaN without a residual or while warming up."""
     alarm: Tensor
-    """(n,) int64 bits ANOMALOUS, LEVEL, SCALE."""
+    """(n,) int64 bits OUTLIER, UNUSUAL_BIT, LEVEL, SCALE."""
     statistic: Tensor
     """(n, 2) float32: the larger CUSUM of level and of scale, as shares of their limits."""
     covered: Tensor
@@ -136,6 +163,11 @@ class Monitors:
             before=torch.full((n, 2), torch.nan),
             correlation=torch.zeros(n),
             cusum=torch.zeros(n, 4),
+            tolerance=torch.zeros(n),
+            jump=torch.zeros(n, 2),
+            size=torch.zeros(n, 3, dtype=torch.float64),
+            sizes=torch.zeros(n, dtype=torch.int64),
+            hold=torch.zeros(n, dtype=torch.int64),
         )
 
     def skip(self, state: MonitorState, gap: Tensor) -> MonitorState:
@@ -162,16 +194,39 @@ class Monitors:
         out = residual.abs() / half.clamp_min(tiny)
         judged = ~residual.isnan()
         missed = out > state.stretch.double().exp()
-        move = self._rate * (missed.float() - (1 - self.coverage))
+        haste = 1 + INTERVAL_HASTE / (state.rows + INTERVAL_HASTE_ROWS).float()
+        move = haste.unsqueeze(1) * self._rate * (missed.float() - (1 - self.coverage))
         stretch = torch.where(judged, state.stretch + move, state.stretch).clamp(-10.0, 10.0)
         spread = (high[:, 0] - low[:, 0]) / self._normal_width
         surprise = residual[:, 0].abs() / spread.clamp_min(tiny)
-        state, anomaly, alarm, statistic = self._watch(state, residual[:, [0, -1]])
+        state, anomaly, drift, statistic = self._watch(state, residual[:, [0, -1]])
+        state, unusual, disturbed = self._likelihood(state, residual[:, 0].abs())
+        limit = OUTLIER_LIMIT * state.tolerance.exp()
+        beyond = anomaly > limit
+        tolerance = (state.tolerance + OUTLIER_RATE * (beyond.float() - OUTLIER_SHARE)).clamp(min=0.0)
+        alarm = beyond * OUTLIER + disturbed * UNUSUAL_BIT + drift
         covered = judged[:, 0] & ~missed[:, 0]
-        return _with(state, stretch=stretch), Verdict(surprise, anomaly, alarm, statistic, covered)
+        return _with(state, stretch=stretch, tolerance=tolerance), Verdict(surprise, anomaly, limit, unusual, alarm, statistic, covered)
+
+    def _likelihood(self, s: MonitorState, size: Tensor) -> tuple[MonitorState, Tensor, Tensor]:
+        """size (n,): the absolute residual of step 1, NaN: unknown."""
+        known = ~size.isnan()
+        short, mean, variance = s.size.unbind(1)
+        count = (s.sizes + 1).double()
+        short = short + (size - short) / count.clamp(max=SHORT_ROWS)
+        deviation = (variance / SHORT_ROWS).sqrt()
+        unusual = ((short - mean) / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(s.sizes >= UNUSUAL_WARM_UP, torch.nan)
+        rate = 1.0 / count.clamp(max=LONG_ROWS)
+        away = size - mean
+        mean = mean + rate * away
+        variance = variance + rate * (away * (size - mean) - variance)
+        disturbed = (unusual > UNUSUAL) & (s.hold == 0)
+        hold = torch.where(disturbed, HOLD_ROWS, (s.hold - 1).clamp(min=0))
+        moved = torch.where(known.unsqueeze(1), torch.stack([short, mean, variance], 1), s.size)
+        return _with(s, size=moved, sizes=s.sizes + known, hold=hold), unusual, disturbed
 
     def _watch(self, s: MonitorState, residual: Tensor) -> tuple[MonitorState, Tensor, Tensor, Tensor]:
-        """Running scales, anomaly and drift. residual (n, 2) of the first and last tracked step, NaN: unknown."""
+        """Running scales, outliers and drift. residual (n, 2) of the first and last tracked step, NaN: unknown."""
         known = ~residual.isnan()
         size = residual.abs()
         warm = s.seen >= WARM_UP
@@ -180,9 +235,15 @@ class Monitors:
         z = (residual / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(s.seen > 0, torch.nan)
         anomaly = z[:, 0].abs().where(warm[:, 0], torch.nan)
         clipped = z.clamp(-DRIFT_CLIP, DRIFT_CLIP).float()
-        # Scale: differences of successive first-step residuals, sqrt(2) too wide, against those of a normal noise.
+        # Scale: the sizes of differences of successive first-step residuals, which do not see the level.
         jump = ((clipped[:, 0] - s.before[:, 0]).abs() / math.sqrt(2)).clamp(max=DRIFT_CLIP)
-        jump = (jump - HALF_NORMAL_MEAN) / HALF_NORMAL_SD
+        # Against their own running mean and deviation: how heavy the tails of a noise are differs from stream to stream.
+        mean, square = s.jump.unbind(1)
+        usual = (square - mean**2).clamp_min(0.0).sqrt().clamp_min(0.25 * HALF_NORMAL_SD)
+        fresh = 1.0 / (s.seen[:, 0] + 1).clamp(max=AUTOCORRELATION_ROWS)
+        moved = s.jump + fresh.unsqueeze(1) * (torch.stack([jump, jump**2], 1) - s.jump)
+        moved = torch.where(jump.isnan().unsqueeze(1), s.jump, moved)
+        jump = (jump - mean) / usual
         watched = torch.stack([clipped[:, 1], jump], 1)
         counts = warm & settled & ~watched.isnan()
         value = torch.where(counts, watched, 0.0)
@@ -198,7 +259,7 @@ class Monitors:
         cusum = torch.where(counted, (s.cusum + signed - DRIFT_REFERENCE * wide).clamp(min=0.0), s.cusum)
         statistic = torch.stack([cusum[:, :2].amax(1), cusum[:, 2:].amax(1)], 1) / (DRIFT_LIMIT * wider)
         drift = statistic >= 1.0
-        alarm = (anomaly > ANOMALY) * ANOMALOUS + drift[:, 0] * LEVEL + drift[:, 1] * SCALE
+        alarm = drift[:, 0] * LEVEL + drift[:, 1] * SCALE
         # After an alarm the sums begin anew and the scales are learnt quickly again.
         drifted = drift.any(1, keepdim=True)
         cusum = torch.where(drifted, 0.0, cusum)
@@ -213,6 +274,7 @@ class Monitors:
             before=clipped,
             correlation=correlation,
             cusum=cusum,
+            jump=moved,
         )
         return state, anomaly, alarm, statistic
 

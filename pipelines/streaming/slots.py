@@ -10,12 +10,12 @@ gives way to the snapshot as soon as the replay has passed it.
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor
 
@@ -225,11 +225,11 @@ class Slots:
 
 def _close(clock: Clock, row: bytes) -> bytes:
     """A snapshot: the length of the clock, the clock (JSON), the row of the state."""
-    text = json.dumps(clock.dump(), separators=(",", ":")).encode()
+    text = orjson.dumps(clock.dump())
     return len(text).to_bytes(4, "little") + text + row
 
 
 def open_snapshot(data: bytes) -> tuple[Clock, bytes]:
     """The clock of a snapshot and the row of its state."""
     end = 4 + int.from_bytes(data[:4], "little")
-    return Clock.load(json.loads(data[4:end])), data[end:]
+    return Clock.load(orjson.loads(data[4:end])), data[end:]

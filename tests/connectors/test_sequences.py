@@ -179,9 +179,7 @@ def test_an_empty_file_is_no_record_and_a_warning(tmp_path):
 def test_standard_input_and_open_files():
     code = "from connectors.sequences import read\nfor r in read('-'): print(r.id, r.sequence)"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=gzip.compress(READS.encode()), capture_output=True, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", code], input=gzip.compress(READS.encode()), capture_output=True, env=environment)
     assert done.stdout.decode().split("\n")[:2] == ["r1 ACGT", "r2 GGNAC"]
     assert rows(read(io.BytesIO(b">a\nAC\nGT\n"))) == [("a", "ACGT", None)]
 
@@ -237,9 +235,7 @@ def test_a_bad_letter_is_named_by_record_and_line(tmp_path, monkeypatch, block):
 
 
 def test_text_before_the_first_header_is_an_error_and_a_byte_order_mark_is_not(tmp_path):
-    with pytest.raises(
-        SequenceError, match="line 2: is no sequence file this door knows: it starts with '; a comment'"
-    ):
+    with pytest.raises(SequenceError, match="line 2: is no sequence file this door knows: it starts with '; a comment'"):
         read(write(tmp_path, "\n; a comment\n>a\nA\n", "a.fa"))
     assert rows(read(write(tmp_path, "\ufeff>a\nAC\n"))) == [("a", "AC", None)]
 
@@ -346,9 +342,7 @@ def made_genome(tmp_path, width=7, pack=None, name="genome.fa"):
     choose = random.Random(5)
     contigs = {name: "".join(choose.choices("ACGTacgtN", k=length)) for name, length in (("chr1", 100), ("2", 33))}
     lines = [
-        line
-        for name, bases in contigs.items()
-        for line in (f">{name} made", *(bases[i : i + width] for i in range(0, len(bases), width)))
+        line for name, bases in contigs.items() for line in (f">{name} made", *(bases[i : i + width] for i in range(0, len(bases), width)))
     ]
     data = ("\n".join(lines) + "\n").encode()
     return write(tmp_path, pack(data) if pack else data, name), {k: v.upper() for k, v in contigs.items()}
@@ -423,6 +417,19 @@ def test_variants_keep_their_index_and_tell_their_status(tmp_path):
     assert found["d", "CTT"].alternative == b"NNAACTTC"
     reader = read(vcf, genome=genome, window=8, on_bad_record="skip")
     assert [record.id for record in reader] == ["chr1:5:G>A", "1:3:CC>C", "1:3:C>CTT"]
+
+
+def test_bad_lines_of_intervals_and_variants_are_skipped_on_request(tmp_path):
+    genome = write(tmp_path, ">1\nAACCGGTTAACCGGTT\n", "genome.fa")
+    bed = write(tmp_path, "1\t0\t4\ta\n1\tx\t9\tb\n1\t4\t8\tc\n", "x.bed")
+    reader = read(bed, genome=genome, on_bad_record="skip")
+    assert [(record.id, record.sequence) for record in reader] == [("a", "AACC"), ("c", "GGTT")]
+    assert reader.report.bad_records == 1
+    vcf = write(tmp_path, "##fileformat=VCFv4.2\n1\t3\ta\tC\tT\n1\tthree\tb\tC\tT\n1\t4\tc\tC\tT\n", "x.vcf")
+    reader = read(vcf, genome=genome, window=4, on_bad_record="skip")
+    assert [record.id for record in reader] == ["1:3:C>T", "1:4:C>T"]
+    with pytest.raises(SequenceError, match="line 3: no variant"):
+        list(variants(vcf, Genome(genome), 4))
 
 
 def test_memory_stays_flat_over_a_long_file(tmp_path):

@@ -16,6 +16,7 @@ import pytest
 from connectors.checkpoints import CheckpointStore
 from pipelines.streaming.engine import Engine
 from pipelines.streaming.event_time import EventTime, Frequency
+from tests.connectors.brokers import broker
 from tests.faults.stream_process import start
 from tests.pipelines.test_streaming import events
 from tests.pipelines.toy_memory import toy_model
@@ -150,5 +151,27 @@ def test_events_sent_twice_are_learnt_once(tmp_path: Path, undisturbed) -> None:
     twice.write_text("".join(out))
     finish(once, tmp_path / "a")
     finish(twice, tmp_path / "b")
+    rows = [sorted((tmp_path / f"{name}/out.csv").read_text().splitlines()) for name in "ab"]
+    assert rows[0] == rows[1]
+
+
+def test_a_broker_that_dies_and_comes_back(tmp_path: Path, undisturbed) -> None:
+    pytest.importorskip("confluent_kafka")
+    source, _ = undisturbed
+    lines = source.read_text().splitlines()[:500]
+    once = tmp_path / "once.ndjson"
+    once.write_text("\n".join(lines) + "\n")
+    finish(once, tmp_path / "a")
+    (tmp_path / "broker").mkdir()
+    with broker("noida", tmp_path / "broker") as kafka:
+        kafka.create("events", 1)
+        kafka.send("events", lines, 1)
+        address = f"kafka://{kafka.address}/events"
+        process = start(address, tmp_path / "b", pause=0.02)
+        wait_for(lambda: done(tmp_path / "b") > 3)
+        kafka.kill()
+        time.sleep(0.3)
+        kafka.start()
+        assert end(process, tmp_path / "b").splitlines()[-1] == "end of the source"
     rows = [sorted((tmp_path / f"{name}/out.csv").read_text().splitlines()) for name in "ab"]
     assert rows[0] == rows[1]

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+torch.set_num_threads(1)  # small products: on a busy machine a second thread waits far longer than it works
+
 settings.register_profile("kernels", deadline=None, max_examples=20)
 settings.load_profile("kernels")
 
@@ -24,6 +26,13 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(torch, "empty", poison(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
-    new_empty = torch.Tensor.new_empty
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *a, **k: new_empty(self, *a, **k).fill_(float("nan")))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
     yield
+
+
+@pytest.fixture
+def flushed_denormals() -> Iterator[None]:
+    """As every entry point sets it: decayed products underflow, and denormals cost ten times the time."""
+    torch.set_flush_denormal(True)
+    yield
+    torch.set_flush_denormal(False)

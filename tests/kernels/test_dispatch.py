@@ -68,3 +68,15 @@ def test_a_wrong_shape_is_named_whoever_computes() -> None:
     c = case(matrix=True)
     with pytest.raises(ValueError, match="theta has shape"):
         dispatch.linear_exact(*(to32(x) for x in c.tokens[:3]), to32(c.theta)[..., :3], *to32(c.tokens[4:]), to32(c.matrix_state()))
+
+
+@pytest.mark.parametrize("taps", [1, 4, 9])
+def test_the_parts_around_a_memory(monkeypatch: pytest.MonkeyPatch, taps: int) -> None:
+    torch.manual_seed(0)
+    u, tail, weight = torch.randn(2, 7, 24), torch.randn(2, taps - 1, 24), torch.randn(taps, 24)
+    y, g, scale = torch.randn(2, 2, 7, 4), torch.randn(2, 7, 8), torch.randn(4)
+    found = [*dispatch.conv_heads(u, tail, weight, 2, 1.5), dispatch.gated_norm(y, g, scale)]
+    monkeypatch.setenv("TETHYS_KERNELS", "torch")
+    wanted = [*dispatch.conv_heads(u, tail, weight, 2, 1.5), dispatch.gated_norm(y, g, scale)]
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -247,6 +247,81 @@ def test_deep_step_in_place_is_the_step(read: str, width: int) -> None:
         assert torch.equal(a, b)
 
 
+def around(u: Tensor, tail: Tensor, weight: Tensor, y: Tensor, g: Tensor, norm: Tensor, scale: float) -> tuple[Tensor, ...]:
+    """conv_heads and gated_norm in plain torch."""
+    (_, heads, T, d), silu = y.shape, torch.nn.functional.silu
+    padded = torch.cat((tail, u), 1)
+    mixed = sum(padded[:, lag : lag + T] * weight[lag] for lag in range(weight.shape[0]))
+    q, k, v = (z.unflatten(-1, (heads, d)).transpose(1, 2) for z in silu(mixed).chunk(3, -1))  # type: ignore[arg-type]
+    q, k = (z * torch.rsqrt(z.square().sum(-1, keepdim=True) + 1e-6) * scale for z in (q, k))
+    out = torch.nn.functional.rms_norm(y, (d,), norm, 1e-6).transpose(1, 2).flatten(-2) * silu(g)
+    return q, k, v, out
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "B,H,T,d,taps", [(2, 4, 50, 32, 4), (1, 2, 3, 5, 4), (2, 3, 20, 20, 1), (1, 1, 2, 16, 8), (2, 2, 1, 64, 4), (1, 2, 300, 16, 3)]
+)
+def test_the_parts_around_a_memory_and_their_gradients(B: int, H: int, T: int, d: int, taps: int, width: int) -> None:
+    torch.manual_seed(0)
+    D = H * d
+    shapes = [(B, T, 3 * D), (B, taps - 1, 3 * D), (taps, 3 * D), (B, H, T, d), (B, T, D), (d,)]
+    given = [torch.randn(s) for s in shapes]
+    double, single = ([x.to(t).requires_grad_() for x in given] for t in (torch.float64, torch.float32))
+    want = around(*double, 2.5)  # type: ignore[call-arg]
+    got = (*native.conv_heads(*single[:3], H, 2.5), native.gated_norm(*single[3:]))  # type: ignore[call-arg]
+    seeds = [torch.randn(x.shape) for x in want]
+    want_grads = torch.autograd.grad(want, double, [x.double() for x in seeds])
+    got_grads = torch.autograd.grad(got, single, seeds)
+    assert max(map(error, got, want)) < 1e-6
+    assert max(error(a, b) for a, b in zip(got_grads, want_grads, strict=True) if b.numel()) < 2e-6
+
+
+@needs_library
+@pytest.mark.parametrize("matrix", [True, False], ids=["matrix", "deep"])
+@pytest.mark.parametrize("dim,heads,chunk,read", [(64, 2, 16, "after"), (40, 2, 7, "before"), (32, 1, 100, "after"), (64, 4, 16, "anchor")])
+def test_a_whole_layer_in_one_call(matrix: bool, dim: int, heads: int, chunk: int, read: str, width: int) -> None:
+    if matrix and read == "anchor":
+        read = "before"
+    torch.manual_seed(0)
+    B, T, d, L, taps = 3, 150, dim // heads, 1 if matrix else 2, 4
+    qkv, gate, out = torch.randn(3 * dim, dim) / 6, torch.randn(dim, dim) / 6, torch.randn(dim, dim) / 6
+    gates, bias, conv, norm = torch.randn(3 * heads * L, dim) / 9, torch.randn(3 * heads * L), torch.randn(taps, 3 * dim), torch.randn(d)
+    init = [torch.randn(heads, 2 * d, d) / d**0.5, torch.randn(heads, d, 2 * d) / (2 * d) ** 0.5]
+    divisor = 1.0 if matrix else 50.0 * d
+    x = torch.randn(B, T, dim)
+
+    def fresh() -> tuple[Tensor, Any]:
+        tail = torch.randn(B, taps - 1, 3 * dim, generator=torch.Generator().manual_seed(1))
+        if matrix:
+            return tail, MatrixState(torch.zeros(B, heads, d, d), torch.zeros(B, heads, d, d))
+        return tail, mlp.deep_state(init, B)._replace(phase=torch.tensor([0, 3, 5]))
+
+    tail, memory = fresh()
+    u = x @ qkv.mT
+    q, k, v, _ = around(u, tail, conv, x.new_zeros(B, heads, T, d), x @ gate.mT, norm, 1.5)
+    alpha, eta, theta = torch.sigmoid(x @ gates.mT + bias).unflatten(-1, (3, heads, L)).permute(2, 0, 3, 1, 4)
+    theta = (1 - eta) * theta / divisor
+    if matrix:
+        y, end = linear.linear_exact(q, k, v, theta[..., 0], eta[..., 0], alpha[..., 0], memory, read=read)
+        expected = [*end]
+    else:
+        y, end = mlp.deep(q, k, v, theta, eta, alpha, memory, init=init, chunk=chunk, read=read)
+        expected = [*end.W, *end.S, *end.anchor, end.phase]
+    want = around(u, tail, conv, y, x @ gate.mT, norm, 1.5)[3] @ out.mT
+    layer = native.Layer(
+        qkv, gate, gates, bias, conv, norm, out, scale=1.5, divisor=divisor, chunk=chunk, init=None if matrix else init, read=read
+    )
+    for cuts in ([0, T], [0, 1, 2, 30, 31, T], range(T + 1)):
+        tail, memory = fresh()
+        with torch.inference_mode():
+            got = torch.cat([layer(x[:, a:b].contiguous(), tail, memory) for a, b in zip(list(cuts), list(cuts)[1:], strict=False)], 1)
+        assert error(got, want.double()) < 1e-5
+        assert error(tail, u[:, 1 - taps :].double()) < 1e-6
+        state = [*memory] if matrix else [*memory.W, *memory.S, *memory.anchor, memory.phase]
+        assert max(error(a, b.double()) for a, b in zip(state, expected, strict=True)) < 1e-5
+
+
 @needs_library
 def test_token_loop_of_the_oracle(width: int) -> None:
     x, _ = linear_problem(LinearCase(1, 2, 40, 8, 6, 16))

@@ -55,8 +55,9 @@ def test_repeats_and_contradictions() -> None:
     assert run([a, b, event(1, 9.0, "c")])[0][2] == "conflict"
     assert run([a, b, event(2, 2.0, "b")])[0][2] == "conflict", "one event id, two times"
     assert run([event(0, math.nan), event(0, math.nan)])[0] == ["missing", "duplicate"]
-    _, rows, _ = run([a, b, event(1, 9.0, "b"), event(3)], grace=MINUTE, conflict="last")
+    verdicts, rows, _ = run([a, b, event(1, 9.0, "b"), event(3), event(1, 8.0, "b")], grace=MINUTE, conflict="last")
     assert [row.y for row in rows] == [1.0, 9.0]
+    assert verdicts[2] == "corrected" and verdicts[4] == "conflict", "what was learnt is not unlearnt"
 
 
 def test_one_far_future_event_does_not_move_the_clock_but_many_do() -> None:

@@ -6,7 +6,7 @@ import polars as pl
 import pytest
 import torch
 
-from pipelines.streaming.monitors import ANOMALOUS, LEVEL, SCALE, Monitors, tracked_steps
+from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL_BIT, Monitors, tracked_steps
 from tests.pipelines.toy_memory import ToyMemory
 
 SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
@@ -88,10 +88,34 @@ def test_intervals_keep_their_coverage(noise: str) -> None:
         assert abs(by_stream.mean() - 0.8) < 0.01 and np.abs(by_stream - 0.8).max() < 0.03, step
 
 
+def test_intervals_of_a_cold_memory_are_soon_wide_enough() -> None:
+    random = np.random.default_rng(6)
+    values = 100 + 10 * random.normal(size=(200, 60))  # ten times what the new memory says
+    _, intervals = watch(values)
+    inside = (values.T[1:] >= intervals[:-1, :, 0]) & (values.T[1:] <= intervals[:-1, :, 1])
+    assert inside[10:30].mean() > 0.7
+
+
 def test_white_noise_raises_next_to_no_alarm() -> None:
     verdicts, _ = watch(np.random.default_rng(1).normal(size=(40, 1500)))
-    for bit in (LEVEL, SCALE, ANOMALOUS):
+    for bit in (LEVEL, SCALE, OUTLIER):
         assert sum(map(len, alarms(verdicts, bit))) <= 3, "at most one in 20,000 rows"
+
+
+def test_heavy_tails_raise_their_own_limit() -> None:
+    values = np.random.default_rng(5).standard_t(1.5, (20, 3000))
+    raised = alarms(watch(values)[0], OUTLIER)
+    late = [[t for t in row if t >= 1500] for row in raised]
+    assert sum(map(len, late)) / (20 * 1500) < 0.003
+
+
+def test_a_disturbance_is_unusual_once() -> None:
+    values = np.random.default_rng(3).normal(size=(20, 800))
+    values[:, 500:520] += 5 * np.random.default_rng(4).normal(size=(20, 20))
+    raised = alarms(watch(values)[0], UNUSUAL_BIT)
+    found = [[t for t in row if 500 <= t < 530] for row in raised]
+    assert sum(len(row) == 1 for row in found) >= 19, "one alarm for one disturbance"
+    assert sum(len(row) for row in raised) - sum(len(row) for row in found) <= 4
 
 
 def test_autocorrelated_noise_raises_next_to_no_level_drift() -> None:
@@ -111,7 +135,7 @@ def test_case_drift() -> None:
     values = pl.read_csv(path)["y"].to_numpy()[None].copy()
     states: list = []
     verdicts, _ = watch(values, seen=states)
-    level, scale, outliers = (alarms(verdicts, bit)[0] for bit in (LEVEL, SCALE, ANOMALOUS))
+    level, scale, outliers = (alarms(verdicts, bit)[0] for bit in (LEVEL, SCALE, OUTLIER))
     assert all(t >= 500 for t in level + scale), "no drift alarm before the first drift, the outlier included"
     assert any(501 <= t <= 560 for t in level)
     assert any(801 <= t <= 900 for t in scale)

@@ -197,7 +197,7 @@ def test_replay_rebuilds_every_state_to_the_bit(tmp_path: Path) -> None:
         snapshots = engine.slots.snapshots(batch, share=9)
         store.commit(
             batch,
-            learnt=pack_rows(outcome.learnt),
+            learnt=pack_rows(outcome.learnt, arrivals),
             receipts={},
             counters={},
             snapshots=snapshots,

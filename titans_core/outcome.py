@@ -1,0 +1,416 @@
+"""The outcome memory: when the truth of an earlier forecast arrives, it is written, and the forecasts after it are the better for it.
+
+Beside the sequence memory of `titans_core.forecaster` (key: the time's phase, value: what was seen) every stream has a second one. Its key
+is the context z at the time a forecast was made, its value what the forecast was wrong by. The write is the exact Omega rule (ATLAS,
+eq. 9: all pairs of a window at once) over a window that fades, anchored to the frozen weights:
+
+    W_h(t) = argmin_W  sum_{s <= t-h} lam^(t-h-s) |e_h(s) - W z_s|^2  +  penalty |W|^2        e_h(s) = (y(s+h) - base_h(s)) / unit(s)
+
+in the form of recursive least squares (Plackett 1950): the gain K_s of a context needs no target, so it is worked out when the forecast is
+made, kept beside the context, and used for step h at row s + h, the moment its own target is there. One inverse Gram matrix therefore
+serves all steps of the horizon, each strictly delayed by its own length. So that forgetting does not wear the anchor down, every row also
+rehearses one axis i of the context: the pseudo-observation W[i] = 0 with weight penalty (1 - lam) d, which keeps the penalty where it is and
+the inverse Gram matrix bounded. Its updates are symmetric to the bit, and float32 suffices.
+
+Several rates lam run side by side. Their forecasts, the frozen one, one without carried state, the last value and the season that was held are
+experts: a small least-squares mix about the slowest memory is learnt for every step (the same recursion), and the experts and the mix are
+weighted by their own recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; Herbster and Warmuth 1998 for forgetting).
+
+All of it is a value per stream: nothing is shared but the frozen projection. Contexts and errors are clipped, in units of the stream's own
+running deviation, so that one broken reading does not undo what was learnt.
+
+Axis letters: B streams, H horizon, F features of the forecaster, d context, R rates, E experts, K mixed experts, M weighted forecasts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from titans_core.config import require
+from titans_core.forecaster import Forecaster
+
+# The unit of a stream is never taken below this share of the deviation over its whole past (a variance share).
+QUIETEST = 0.1
+# Rows of an overlapping horizon count for less: penalties grow with the horizon, from this one on.
+SHORTEST = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutcomeConfig:
+    """Times are in rows: a value of n forgets with lam = 1 - 1/n. The defaults are for hourly rows; see `daily`.
+
+    features, horizon, look_back: the forecaster's. season: (first column, columns, rows a column serves) of the seasonal reads in its features,
+    or None. outcomes: how many directions of the forecasts, and inputs: how many of the features, make up the context.
+    forget: windows of the memories, the slowest last. penalty and mix_penalty: per step of the horizon.
+    """
+
+    features: int
+    horizon: int
+    look_back: int
+    season: tuple[int, int, int] | None = None
+    outcomes: int = 16
+    inputs: int = 48
+    forget: tuple[float, ...] = (500.0, 3333.0)
+    penalty: float = 40.0
+    mix_forget: float = 3333.0
+    mix_penalty: float = 4.0
+    loss_forget: float = 500.0
+    trust: float = 20.0
+    unit_rows: float = 333.0
+    clip: float = 5.0
+
+    def __post_init__(self) -> None:
+        require(self.features >= 1 and self.horizon >= 1, f"features {self.features} and horizon {self.horizon} must be positive")
+        require(1 <= self.look_back <= self.features, f"look_back {self.look_back} must lie in 1..features {self.features}")
+        require(self.outcomes >= 0 and self.inputs >= 0, f"outcomes {self.outcomes} and inputs {self.inputs} cannot be negative")
+        windows = (*self.forget, self.mix_forget, self.loss_forget, self.unit_rows)
+        require(len(self.forget) >= 1 and all(n > 1 for n in windows), f"windows {windows} must be longer than one row")
+        require(self.penalty > 0 and self.mix_penalty > 0, f"penalties {self.penalty}, {self.mix_penalty} must be positive")
+        require(self.clip > 0 and self.trust >= 0, f"clip {self.clip} must be positive and trust {self.trust} not negative")
+
+    @property
+    def width(self) -> int:
+        """d: outcomes, inputs and the constant."""
+        return min(self.outcomes, self.horizon) + min(self.inputs, self.features) + 1
+
+    @property
+    def experts(self) -> int:
+        """E: base, memories, without carried state, last value, season."""
+        return 3 + len(self.forget) + (self.season is not None)
+
+    @classmethod
+    def daily(cls, model: Forecaster, rows: int, **options: Any) -> OutcomeConfig:
+        """For a fitted forecaster of a stream with `rows` rows a day: windows of 21 and 139 days, units over 14."""
+        c, season, column = model.config, None, model.config.look_back
+        for s in c.seasons:
+            if s.slots > 1:
+                season = (column, s.reads(c.horizon), s.stride)
+                break
+            column += len(s.rates) * s.reads(c.horizon)
+        days = rows / 24.0
+        times = {"forget": (500 * days, 3333 * days), "mix_forget": 3333 * days, "loss_forget": 500 * days, "unit_rows": 333 * days}
+        times = {name: value for name, value in times.items() if name not in options}
+        return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **times, **options)  # type: ignore[arg-type]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for json.dumps; `from_json` builds the same configuration."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> OutcomeConfig:
+        season = data["season"]
+        return cls(**{**data, "season": None if season is None else tuple(season), "forget": tuple(data["forget"])})
+
+
+@dataclass(frozen=True)
+class OutcomeState:
+    """All that was learnt from outcomes, streams first. Rings hold the last H origins, the newest first: entry h-1 is due at the next row
+    for step h."""
+
+    rows: Tensor  # (B,) int64
+    count: Tensor  # (B,) float64, observed rows
+    mean: Tensor  # (B,) float64, running over `unit_rows`
+    variance: Tensor  # (B,) float64
+    level: Tensor  # (B, H) float64, level of each origin
+    unit: Tensor  # (B, H) float64, unit of each origin; 0: no forecast was made
+    keys: Tensor  # (B, H, d) contexts
+    gains: Tensor  # (B, R, H, d) of the contexts
+    rehearsed: Tensor  # (B, R, H, d) gains of the axis that was rehearsed with each
+    inverse: Tensor  # (B, R, d, d) inverse Gram matrices
+    memory: Tensor  # (B, R, H, d) W
+    pending: Tensor  # (B, H, H, E + 1) forecasts in the origin's unit, relative to its level; origins, steps, experts and the mix
+    mix_inverse: Tensor  # (B, H, K, K)
+    mix: Tensor  # (B, H, K) weights about the slowest memory
+    loss: Tensor  # (B, H, M) fading sums of squared errors
+
+
+class Origin(NamedTuple):
+    """What a forecast is made from: what `Forecaster.features` and `centre_of` return."""
+
+    x: Tensor  # (B, F) features
+    base: Tensor  # (B, H) expected values, relative to the level, in units
+    level: Tensor  # (B,) float64
+    unit: Tensor  # (B,) float64
+
+
+def origin_of(model: Forecaster, state: Any, future_phase: Tensor) -> Origin:
+    """The origin of a forecaster that has just observed a row; future_phase (B, H, G)."""
+    x, level, unit = model.features(state, future_phase)
+    return Origin(x, model.centre_of(x), level.squeeze(1), unit.squeeze(1))
+
+
+class OutcomeMemory(nn.Module):
+    """The functions with their frozen weights. How it goes beside a forecaster, one row of every stream a round:
+
+        outcome = OutcomeMemory(OutcomeConfig.daily(model, rows=24)).fit(windows.x, windows.y, model.line)
+        state, learnt = model.initial_state(n), outcome.initial_state(n)
+        ...
+        state = model.observe(state, y, observed, phase)                                 # the row, y (n, 1)
+        origin = origin_of(model, state, future_phase)
+        learnt, corrected = outcome.step(learnt, origin, y[:, 0], observed[:, 0])       # (n, H), row + 1 .. row + H
+        quantiles = model.forecast(state, future_phase)
+        quantiles = quantiles + (corrected - model.expected(state, future_phase)).unsqueeze(2)
+
+    `step` first judges the forecasts that were made for this row, then corrects the new one; `y` may touch nothing but the former. The
+    numbers of a stream do not depend on which others share the call.
+    """
+
+    projection: Tensor
+    window_line: Tensor
+    _steps: Tensor
+    _lam: Tensor
+    _mix_lam: Tensor
+    _season: Tensor
+
+    def __init__(self, config: OutcomeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("projection", torch.zeros(config.features, config.width))
+        self.register_buffer("window_line", torch.zeros(config.look_back + 1, config.horizon))
+        self.register_buffer("_steps", torch.arange(1, config.horizon + 1), persistent=False)
+        self.register_buffer("_lam", 1.0 - 1.0 / torch.tensor(config.forget).unsqueeze(1), persistent=False)
+        self.register_buffer("_mix_lam", torch.tensor(1.0 - 1.0 / config.mix_forget), persistent=False)
+        if config.season is not None:
+            first, columns, rows = config.season
+            self.register_buffer("_season", first + (self._steps - 1) // rows % columns, persistent=False)
+        self.eval()
+
+    @torch.no_grad()
+    def fit(self, x: Tensor, y: Tensor, line: Tensor, penalty: float = 1e3) -> OutcomeMemory:
+        """Frozen weights from training windows: x (N, F), the last of them constant, y (N, H) with NaN where unknown, line (F, H).
+
+        The context is, whitened on these windows: the leading directions of the line's forecasts (reduced-rank regression), the leading
+        principal components of the features, and 1. The window line is ridge regression on the look-back alone.
+        Raises ValueError where there are fewer windows than features.
+        """
+        c = self.config
+        if x.shape[0] <= c.features or x.shape[1] != c.features or y.shape != (x.shape[0], c.horizon):
+            raise ValueError(
+                f"fit: x {tuple(x.shape)} and y {tuple(y.shape)} must be (N, {c.features}) and (N, {c.horizon}) with N > {c.features}"
+            )
+        x64, line64 = x.double().clamp(-1e3, 1e3), line.double()
+        covariance = torch.cov(x64.mT, correction=0)
+        values, vectors = torch.linalg.eigh(covariance)
+        first = c.features - min(c.inputs, c.features)
+        inputs = vectors[:, first:] / values[first:].clamp(min=1e-6).sqrt()
+        _, directions = torch.linalg.eigh(line64.mT @ covariance @ line64)
+        outcomes = line64 @ directions[:, c.horizon - min(c.outcomes, c.horizon) :]
+        outcomes = outcomes / (outcomes * (covariance @ outcomes)).sum(0).clamp(min=1e-6).sqrt()
+        constant = torch.zeros(c.features, 1, dtype=torch.float64)
+        constant[-1] = 1.0
+        self.projection.copy_(torch.cat([outcomes, inputs, constant], 1))
+        window = torch.cat([x64[:, : c.look_back], x64[:, -1:]], 1)
+        known = torch.isfinite(y).all(1)
+        window, target = window[known], y[known].double()
+        gram = window.mT @ window + penalty * torch.eye(c.look_back + 1, dtype=torch.float64)
+        self.window_line.copy_(torch.linalg.solve(gram, window.mT @ target))
+        return self
+
+    def initial_state(self, n: int) -> OutcomeState:
+        """n streams of which no outcome is known: their forecasts are the base's."""
+        c, like = self.config, self.projection
+        H, d, R, E, K = c.horizon, c.width, len(c.forget), c.experts, c.experts - 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(n, *shape, dtype=dtype, device=like.device)
+
+        wide = torch.float64
+        return OutcomeState(
+            rows=zeros(dtype=torch.int64),
+            count=zeros(dtype=wide),
+            mean=zeros(dtype=wide),
+            variance=zeros(dtype=wide),
+            level=zeros(H, dtype=wide),
+            unit=zeros(H, dtype=wide),
+            keys=zeros(H, d),
+            gains=zeros(R, H, d),
+            rehearsed=zeros(R, H, d),
+            inverse=zeros(R, d, d) + torch.eye(d, device=like.device) / self._penalty(c.penalty),
+            memory=zeros(R, H, d),
+            pending=zeros(H, H, E + 1),
+            mix_inverse=zeros(H, K, K) + torch.eye(K, device=like.device) / self._penalty(c.mix_penalty),
+            mix=zeros(H, K),
+            loss=zeros(H, self._weighted),
+        )
+
+    @property
+    def _weighted(self) -> int:
+        """M: base, memories, without carried state, and the mix."""
+        return 3 + len(self.config.forget)
+
+    def _penalty(self, per_step: float) -> float:
+        return per_step * max(self.config.horizon, SHORTEST)
+
+    def step(self, state: OutcomeState, origin: Origin, y: Tensor, observed: Tensor) -> tuple[OutcomeState, Tensor]:
+        """One row: judge what was forecast for it, then correct the forecast that is made at it.
+
+        origin: made after the row was observed. y (B,) the row's value, observed (B,) bool. Returns the state and the corrected expected
+        values (B, H) float64; where nothing is known of a stream yet they are the base's. Raises ValueError for shapes that do not fit.
+        """
+        c = self.config
+        if origin.x.shape != (len(y), c.features) or origin.base.shape != (len(y), c.horizon) or observed.shape != y.shape:
+            raise ValueError(
+                f"step: x {tuple(origin.x.shape)}, base {tuple(origin.base.shape)}, y {tuple(y.shape)} and observed "
+                f"{tuple(observed.shape)} must be (B, {c.features}), (B, {c.horizon}), (B,) and (B,)"
+            )
+        with torch.inference_mode():
+            return self._issue(self._judge(state, y, observed), origin)
+
+    def _judge(self, s: OutcomeState, y: Tensor, observed: Tensor) -> OutcomeState:
+        """Write the truth `y` of this row for step h of the origin h rows ago, for all h."""
+        c = self.config
+        value = torch.where(observed, y.double(), 0.0)
+        made = s.unit > 0
+        known = observed.unsqueeze(1) & made
+        truth = ((value.unsqueeze(1) - s.level) / torch.where(made, s.unit, 1.0)).float()  # (B, H)
+        due = s.pending.diagonal(dim1=1, dim2=2).mT  # (B, H, E + 1): step h of entry h-1
+
+        # The memories. Every step has its own column of W, and meets each context with the gain that was worked out for it.
+        error = (truth - due[:, :, 0]).clamp(-c.clip, c.clip)
+        read = (s.keys.unsqueeze(1) * s.memory).sum(3)  # (B, R, H)
+        surprise = torch.where(known.unsqueeze(1), error.unsqueeze(1) - read, 0.0)
+        memory = torch.addcmul(s.memory, s.gains, surprise.unsqueeze(3))
+        axis = ((s.rows.unsqueeze(1) - self._steps) % c.width)[:, None, :, None].expand(-1, len(c.forget), -1, -1)
+        memory = torch.addcmul(memory, s.rehearsed, memory.gather(3, axis), value=-1.0)
+
+        # The mix about the slowest memory, and the losses.
+        slow, others = self._about_slow(due[:, :, : c.experts])
+        target = (truth - slow).clamp(-c.clip, c.clip)
+        lam = self._mix_lam
+        gain, inverse = _absorb(s.mix_inverse, others, lam)
+        surprise = target - (others * s.mix).sum(2)
+        mix = s.mix + gain * surprise.unsqueeze(2)
+        K = c.experts - 1
+        i = (s.rows % K)[:, None, None].expand(-1, c.horizon, 1)
+        gain, inverse = _rehearse(inverse, i, self._penalty(c.mix_penalty) * (1 - lam) * K)
+        mix = mix - gain * mix.gather(2, i)
+        loss = (1.0 - 1.0 / c.loss_forget) * s.loss + (self._judged(due) - truth.unsqueeze(2)).clamp(-c.clip, c.clip).square()
+
+        # The running mean and variance (Welford's recursion).
+        count = s.count + observed
+        rate = 1.0 / count.clamp(1.0, c.unit_rows)
+        off = value - s.mean
+        mean = torch.where(observed, s.mean + rate * off, s.mean)
+        variance = torch.where(observed, s.variance + rate * (off * (value - mean) - s.variance), s.variance)
+        each = known.unsqueeze(2)
+        return dataclasses.replace(
+            s,
+            count=count,
+            mean=mean,
+            variance=variance,
+            memory=memory,
+            mix=torch.where(each, mix, s.mix),
+            mix_inverse=torch.where(each.unsqueeze(3), inverse, s.mix_inverse),
+            loss=torch.where(each, loss, s.loss),
+        )
+
+    def _issue(self, s: OutcomeState, origin: Origin) -> tuple[OutcomeState, Tensor]:
+        """Correct the forecast of a new origin, and keep what its truths will be written with."""
+        c = self.config
+        unit = (s.variance + QUIETEST * origin.unit.square()).sqrt()
+        known = (unit > 0) & origin.x.isfinite().all(1) & origin.base.isfinite().all(1)
+        safe = torch.where(known, unit, 1.0)
+        ratio = torch.where(known, origin.unit / safe, 0.0).float().unsqueeze(1)
+        x = torch.where(known.unsqueeze(1), origin.x, 0.0)
+        base = torch.where(known.unsqueeze(1), origin.base, 0.0)
+        # The constant of the context is 1 in every unit; all else is measured in the stream's own.
+        key = torch.cat([(x @ self.projection[:, :-1]) * ratio, torch.ones_like(ratio)], 1).clamp(-c.clip, c.clip)
+        key = key * known.unsqueeze(1)
+
+        frozen, free, rest = self._experts(x, base)
+        frozen, free, rest = frozen * ratio, free * ratio, [r * ratio for r in rest]
+        corrected = frozen.unsqueeze(1) + (s.memory * key[:, None, None]).sum(3)
+        experts = torch.stack([frozen, *corrected.unbind(1), free, *rest], 2)  # (B, H, E)
+        slow, others = self._about_slow(experts)
+        issued = torch.cat([experts, (slow + (others * s.mix).sum(2)).unsqueeze(2)], 2)
+        best = s.loss.amin(2, keepdim=True)
+        behind = (s.loss - best) / best.clamp(min=torch.finfo(torch.float32).tiny)
+        weights = torch.exp(-c.trust * behind)
+        forecast = (weights * self._judged(issued)).sum(2) / weights.sum(2)
+        # Before the first truth all losses are equal, and only the frozen forecast has earned any trust.
+        forecast = torch.where(best.squeeze(2) > 0, forecast, frozen)
+
+        lam = self._lam
+        gain, inverse = _absorb(s.inverse, key.unsqueeze(1), lam)
+        i = (s.rows % c.width)[:, None, None].expand(-1, len(c.forget), 1)
+        again, inverse = _rehearse(inverse, i, self._penalty(c.penalty) * (1 - lam) * c.width)
+        state = dataclasses.replace(
+            s,
+            rows=s.rows + 1,
+            level=_push(s.level, origin.level, 1),
+            unit=_push(s.unit, torch.where(known, unit, 0.0), 1),
+            keys=_push(s.keys, key, 1),
+            gains=_push(s.gains, gain, 2),
+            rehearsed=_push(s.rehearsed, again, 2),
+            inverse=inverse,
+            pending=_push(s.pending, issued, 1),
+        )
+        made = origin.level.unsqueeze(1) + safe.unsqueeze(1) * forecast.double()
+        return state, torch.where(known.unsqueeze(1), made, origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * origin.base)
+
+    def _experts(self, x: Tensor, base: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Base, without carried state, and the rest, each (B, H) in the forecaster's unit."""
+        c = self.config
+        free = torch.cat([x[:, : c.look_back], x[:, -1:]], 1) @ self.window_line
+        rest = [x[:, c.look_back - 1].unsqueeze(1).expand(-1, c.horizon)]
+        if c.season is not None:
+            rest.append(x[:, self._season])
+        return base, free, rest
+
+    def _about_slow(self, experts: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, H, E) -> the slowest memory's forecast (B, H), and the others relative to it (B, H, K)."""
+        at = len(self.config.forget)
+        slow = experts[:, :, at : at + 1]
+        return slow.squeeze(2), torch.cat([experts[:, :, :at], experts[:, :, at + 1 :]], 2) - slow
+
+    def _judged(self, issued: Tensor) -> Tensor:
+        """(..., E + 1) -> those that are weighted (..., M): base, memories, without carried state, mix."""
+        return torch.cat([issued[..., : self._weighted - 1], issued[..., -1:]], -1)
+
+    def skip(self, state: OutcomeState, gap: Tensor) -> OutcomeState:
+        """Pass `gap` (B,) rows at which nothing came and nothing was forecast: what was due at them is dropped."""
+        H = self.config.horizon
+        entry = torch.arange(H, device=gap.device) - gap.unsqueeze(1)  # (B, H)
+
+        def move(ring: Tensor, dim: int) -> Tensor:
+            shape = [len(gap)] + [1] * (ring.dim() - 1)
+            shape[dim] = H
+            index, stays = entry.clamp(min=0).view(shape), (entry >= 0).view(shape)
+            return torch.where(stays, ring.gather(dim, index.expand_as(ring)), 0.0)
+
+        return dataclasses.replace(
+            state,
+            rows=state.rows + gap,
+            level=move(state.level, 1),
+            unit=move(state.unit, 1),
+            keys=move(state.keys, 1),
+            gains=move(state.gains, 2),
+            rehearsed=move(state.rehearsed, 2),
+            pending=move(state.pending, 1),
+        )
+
+
+def _absorb(inverse: Tensor, key: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    """One observation of recursive least squares: inverse (..., d, d), key (..., d), lam (..., 1) -> gain (..., d), new inverse."""
+    held = (inverse * key.unsqueeze(-2)).sum(-1)
+    size = lam + (key * held).sum(-1, keepdim=True)
+    half = held / size.sqrt()
+    return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0) / lam.unsqueeze(-1)
+
+
+def _rehearse(inverse: Tensor, axis: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """An observation of the unit vector `axis` (..., 1) with a weight (..., 1): its gain (..., d), and the new inverse."""
+    held = inverse.gather(-1, axis.unsqueeze(-1).expand(*inverse.shape[:-1], 1)).squeeze(-1)
+    size = 1.0 / weight + held.gather(-1, axis)
+    half = held / size.sqrt()
+    return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0)
+
+
+def _push(ring: Tensor, newest: Tensor, dim: int) -> Tensor:
+    """The newest entry in front, the oldest gone."""
+    return torch.cat([newest.unsqueeze(dim), ring.narrow(dim, 0, ring.shape[dim] - 1)], dim)
