@@ -7,8 +7,8 @@ eq. 9: all pairs of a window at once) over a window that fades, anchored to the 
     W_h(t) = argmin_W  sum_{s <= t-h} lam^(t-h-s) |e_h(s) - W z_s|^2  +  penalty |W|^2        e_h(s) = (y(s+h) - base_h(s)) / unit(s)
 
 in the form of recursive least squares (Plackett 1950): the gain K_s of a context needs no target, so it is worked out when the forecast is
-made, kept beside the context, and used for step h at row s + h, the moment its own target is there. One inverse Gram matrix therefore
-serves all steps of the horizon, each strictly delayed by its own length. So that forgetting does not wear the anchor down, every row also
+made, kept beside the context, and used for step h at row s + h, the moment its own target is there. One inverse Gram matrix serves
+all steps of the horizon, each strictly delayed by its own length. So that forgetting does not wear the anchor down, every row also
 rehearses one axis i of the context: the pseudo-observation W[i] = 0 with weight penalty (1 - lam) d, which keeps the penalty where it is and
 the inverse Gram matrix bounded. Its updates are symmetric to the bit, and float32 suffices.
 
