@@ -183,7 +183,7 @@ def rows_of(data: Dataset, model: Forecaster) -> Rows:
     t = torch.arange(T + model.config.horizon)
     phase = torch.stack([t // s.stride % s.slots for s in model.config.seasons], -1).to(torch.int16)
     y = torch.from_numpy(data.values.T.copy()).double()
-    return Rows(y, torch.ones_like(y, dtype=torch.bool), phase.expand(C, -1, -1))
+    return Rows(y.nan_to_num(), y.isfinite(), phase.expand(C, -1, -1))
 
 
 def trained(data: Dataset, horizon: int, seed: int) -> tuple[Forecaster, Windows]:
@@ -244,7 +244,6 @@ def tethys(data: Dataset, horizon: int, first: int, score: Scorer, *, seed: int)
     outcome = OutcomeMemory(config).fit(known.x, known.y, model.line)
     C = data.values.shape[1]
     state = outcome.initial_state(C)
-    seen = torch.ones(C, dtype=torch.bool)
     values = torch.from_numpy(data.values).double()
     steps, began = 0, time.perf_counter()
     with torch.inference_mode():
@@ -255,7 +254,7 @@ def tethys(data: Dataset, horizon: int, first: int, score: Scorer, *, seed: int)
             for i in range(len(base) // C):
                 part = slice(i * C, (i + 1) * C)
                 origin = Origin(windows.x[part], base[part], windows.level[part], windows.unit[part])
-                state, corrected = outcome.step(state, origin, values[at + i - 1], seen)
+                state, corrected = outcome.step(state, origin, values[at + i - 1], values[at + i - 1].isfinite())
                 online.append(corrected)
                 steps += C
             shown = max(first - at, 0)
@@ -302,8 +301,9 @@ def main(argv: list[str] | None = None) -> int:
             best = min(mse["ridge_online"], mse["ridge_carried_online"])
             ours = mse["tethys_online"]
             table["tethys_online"][str(horizon)] |= {"vs_best_online_ridge": ours / best, **speed}
-            for name, other in (("best_online_ridge", best), ("ridge_frozen", mse["ridge_frozen"]), ("tethys_frozen", mse["tethys_frozen"])):
-                ratios[name].append(ours / other)
+            ratios["best_online_ridge"].append(ours / best)
+            for name in ("ridge_frozen", "tethys_frozen"):
+                ratios[name].append(ours / mse[name])
             shown = "  ".join(f"{model} {mse[model]:.4f}" for model in MODELS)
             report.progress(f"{data.name} {horizon}: {shown}  x{ours / best:.4f}  ({speed['steps_per_s']:.0f} steps/s)")
     figures["summary"] = {f"vs_{name}": {"mean": float(np.mean(r)), "worst": max(r)} for name, r in ratios.items()}

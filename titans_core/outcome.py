@@ -7,17 +7,19 @@ eq. 9: all pairs of a window at once) over a window that fades, anchored to the 
     W_h(t) = argmin_W  sum_{s <= t-h} lam^(t-h-s) |e_h(s) - W z_s|^2  +  penalty |W|^2        e_h(s) = (y(s+h) - base_h(s)) / unit(s)
 
 in the form of recursive least squares (Plackett 1950): the gain K_s of a context needs no target, so it is worked out when the forecast is
-made, kept beside the context, and used for step h at row s + h, the moment its own target is there. One inverse Gram matrix therefore
-serves all steps of the horizon, each strictly delayed by its own length. So that forgetting does not wear the anchor down, every row also
+made, kept beside the context, and used for step h at row s + h, the moment its own target is there. One inverse Gram matrix serves
+all steps of the horizon, each strictly delayed by its own length. So that forgetting does not wear the anchor down, every row also
 rehearses one axis i of the context: the pseudo-observation W[i] = 0 with weight penalty (1 - lam) d, which keeps the penalty where it is and
 the inverse Gram matrix bounded. Its updates are symmetric to the bit, and float32 suffices.
 
-Several rates lam run side by side. Their forecasts, the frozen one, one without carried state, the last value and the season that was held are
-experts: a small least-squares mix about the slowest memory is learnt for every step (the same recursion), and the experts and the mix are
-weighted by their own recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; Herbster and Warmuth 1998 for forgetting).
+Several rates lam run side by side. Their forecasts, the frozen one, one without carried state, the last value and the held season are
+experts: a small least-squares mix about the slowest memory is learnt for every step (the same recursion), and the experts and the mix
+are weighted by their own recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; with forgetting, Herbster and Warmuth
+1998).
 
-All of it is a value per stream: nothing is shared but the frozen projection. Contexts and errors are clipped, in units of the stream's own
-running deviation, so that one broken reading does not undo what was learnt.
+All of it is a value per stream: nothing is shared but the frozen projection. What a truth differs by from what its memory expected is
+clipped, in units of the stream's own running deviation (the recursion of Huber's loss), so that one broken reading does not undo what
+was learnt, while a burst that is foreseen is learnt in full.
 
 Axis letters: B streams, H horizon, F features of the forecaster, d context, R rates, E experts, K mixed experts, M weighted forecasts.
 """
@@ -44,9 +46,10 @@ SHORTEST = 4
 class OutcomeConfig:
     """Times are in rows: a value of n forgets with lam = 1 - 1/n. The defaults are for hourly rows; see `daily`.
 
-    features, horizon, look_back: the forecaster's. season: (first column, columns, rows a column serves) of the seasonal reads in its features,
-    or None. outcomes: how many directions of the forecasts, and inputs: how many of the features, make up the context.
-    forget: windows of the memories, the slowest last. penalty and mix_penalty: per step of the horizon.
+    features, horizon, look_back: the forecaster's. season: (first column, columns, rows a column serves) of the seasonal reads in its
+    features, or None. outcomes: how many directions of the forecasts, and inputs: how many of the features, make up the context.
+    forget: windows of the memories, the slowest last. penalty and mix_penalty: per step of the horizon. clip: the largest surprise that is
+    written, widest: the largest entry of a context, both in units.
     """
 
     features: int
@@ -63,6 +66,7 @@ class OutcomeConfig:
     trust: float = 20.0
     unit_rows: float = 333.0
     clip: float = 5.0
+    widest: float = 50.0
 
     def __post_init__(self) -> None:
         require(self.features >= 1 and self.horizon >= 1, f"features {self.features} and horizon {self.horizon} must be positive")
@@ -93,9 +97,9 @@ class OutcomeConfig:
                 break
             column += len(s.rates) * s.reads(c.horizon)
         days = rows / 24.0
-        times = {"forget": (500 * days, 3333 * days), "mix_forget": 3333 * days, "loss_forget": 500 * days, "unit_rows": 333 * days}
-        times = {name: value for name, value in times.items() if name not in options}
-        return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **times, **options)  # type: ignore[arg-type]
+        fast, slow = 500 * days, 3333 * days
+        times: dict[str, Any] = {"forget": (fast, slow), "mix_forget": slow, "loss_forget": fast, "unit_rows": 333 * days}
+        return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **{**times, **options})
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dumps; `from_json` builds the same configuration."""
@@ -271,19 +275,18 @@ class OutcomeMemory(nn.Module):
         due = s.pending.diagonal(dim1=1, dim2=2).mT  # (B, H, E + 1): step h of entry h-1
 
         # The memories. Every step has its own column of W, and meets each context with the gain that was worked out for it.
-        error = (truth - due[:, :, 0]).clamp(-c.clip, c.clip)
         read = (s.keys.unsqueeze(1) * s.memory).sum(3)  # (B, R, H)
-        surprise = torch.where(known.unsqueeze(1), error.unsqueeze(1) - read, 0.0)
+        surprise = ((truth - due[:, :, 0]).unsqueeze(1) - read).clamp(-c.clip, c.clip)
+        surprise = torch.where(known.unsqueeze(1), surprise, 0.0)
         memory = torch.addcmul(s.memory, s.gains, surprise.unsqueeze(3))
         axis = ((s.rows.unsqueeze(1) - self._steps) % c.width)[:, None, :, None].expand(-1, len(c.forget), -1, -1)
         memory = torch.addcmul(memory, s.rehearsed, memory.gather(3, axis), value=-1.0)
 
         # The mix about the slowest memory, and the losses.
         slow, others = self._about_slow(due[:, :, : c.experts])
-        target = (truth - slow).clamp(-c.clip, c.clip)
         lam = self._mix_lam
         gain, inverse = _absorb(s.mix_inverse, others, lam)
-        surprise = target - (others * s.mix).sum(2)
+        surprise = (truth - slow - (others * s.mix).sum(2)).clamp(-c.clip, c.clip)
         mix = s.mix + gain * surprise.unsqueeze(2)
         K = c.experts - 1
         i = (s.rows % K)[:, None, None].expand(-1, c.horizon, 1)
@@ -319,7 +322,7 @@ class OutcomeMemory(nn.Module):
         x = torch.where(known.unsqueeze(1), origin.x, 0.0)
         base = torch.where(known.unsqueeze(1), origin.base, 0.0)
         # The constant of the context is 1 in every unit; all else is measured in the stream's own.
-        key = torch.cat([(x @ self.projection[:, :-1]) * ratio, torch.ones_like(ratio)], 1).clamp(-c.clip, c.clip)
+        key = torch.cat([(x @ self.projection[:, :-1]) * ratio, torch.ones_like(ratio)], 1).clamp(-c.widest, c.widest)
         key = key * known.unsqueeze(1)
 
         frozen, free, rest = self._experts(x, base)

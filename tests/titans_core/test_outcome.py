@@ -45,11 +45,11 @@ def rows(missing: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def run(
-    y: Tensor, observed: Tensor, phase: Tensor, streams: list[int] | None = None, stop: int = ROWS
+    y: Tensor, observed: Tensor, phase: Tensor, streams: list[int] | None = None, stop: int = ROWS, **options: object
 ) -> tuple[list[OutcomeState], Tensor]:
     """All states after each row, and all corrected forecasts (rows, B, H)."""
     model = forecaster()
-    outcome = memory(model)
+    outcome = memory(model, **options)
     chosen = torch.arange(SERIES) if streams is None else torch.tensor(streams)
     y, observed, phase = y[chosen], observed[chosen], phase[chosen]
     state, learnt = model.initial_state(len(chosen)), outcome.initial_state(len(chosen))
@@ -85,7 +85,7 @@ def direct(keys: Tensor, targets: Tensor, lam: float, penalty: float, done: int,
 @pytest.mark.parametrize("rate", [0, 1])
 def test_the_memory_is_the_least_squares_solution_of_what_is_there(h: int, rate: int) -> None:
     y, observed, phase = rows()
-    states, _ = run(y, observed, phase)
+    states, _ = run(y, observed, phase, clip=1e6)
     c = memory(forecaster()).config
     last, b = states[-1], 1
     keys = torch.stack([s.keys[b, 0] for s in states]).double()
@@ -96,9 +96,9 @@ def test_the_memory_is_the_least_squares_solution_of_what_is_there(h: int, rate:
         if made.unit[b, 0] == 0:
             continue
         truth = (y[b, t] - made.level[b, 0]) / made.unit[b, 0]
-        targets[t - h] = (truth - made.pending[b, 0, h - 1, 0]).clamp(-c.clip, c.clip)
+        targets[t - h] = truth - made.pending[b, 0, h - 1, 0]
     expected = direct(keys, targets, 1 - 1 / c.forget[rate], c.penalty * H, ROWS, h)
-    assert torch.allclose(last.memory[b, rate, h - 1].double(), expected, atol=2e-4, rtol=1e-3)
+    assert torch.allclose(last.memory[b, rate, h - 1].double(), expected, atol=1e-3, rtol=1e-3)
     assert float(expected.abs().max()) > 0.01  # it has learnt something
 
 
