@@ -125,7 +125,8 @@ class BackboneConfig:
     """A stack of blocks: `layers` names the mixer of each.
 
     window: tokens that sliding-window attention sees; segment: tokens of a MAC segment; persistent: learned tokens
-    before the sequence (written into the memory once, and always visible to attention).
+    before the sequence (written into the memory once, and always visible to attention). `deep_transformer`, `swdt` and `dot` have
+    one form each: of the memory's settings they take dim, heads and conv, `swdt` and `dot` the window, and `dot` the decay.
     """
 
     memory: MemoryConfig
