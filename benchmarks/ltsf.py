@@ -210,7 +210,7 @@ class Tethys:
         # The protocol scales with the training rows, so mean 0 and deviation 1 are known from the start.
         state = model.initial_state(len(values), torch.zeros(len(values)), torch.ones(len(values)), data.train)
         if mode != "carried":
-            state = initial_memory(model, state, Rows(values[:, : data.train], rows.observed[:, : data.train], phase))
+            state = initial_memory(model, state, Rows(values[:, : data.train], rows.observed[:, : data.train], rows.phase))
         shortest = min(horizons)
         # Every quarter of an hour adds little to every hour: training windows are an hour apart, test windows one row.
         self.stride = max(1, round(hour))
@@ -239,7 +239,7 @@ class Tethys:
         torch.manual_seed(seed)
         model = Forecaster(config)
         line = fit_line(model, train, valid)
-        best = fit_network(model, train, valid, Training(epochs=EPOCHS, seed=seed))
+        best = fit_network(model, line, train, valid, Training(epochs=EPOCHS, seed=seed))
         squared = absolute = 0.0
         with torch.inference_mode():
             for at in range(0, len(test.x), 4096):

@@ -3,8 +3,9 @@
     python benchmarks/nab.py --data ../shared/data/series/stream/NAB
 
 All files run as streams through one worker, a row a step. The forecaster behind it (one step ahead, look-back 32) is
-trained on the first 15 % of those files that move in it (at most 750 rows each), the part that NAB does not score. Our detections are the worker's alarms
-of cause `unusual`, at the published threshold of the anomaly likelihood; nothing was fitted to the labels.
+trained on the first 15 % of those files that move in it (at most 750 rows each), the part that NAB does not score. Our
+detections are the worker's alarms of cause `unusual`, at the published threshold of the anomaly likelihood; nothing was
+fitted to the labels.
 
 - `zscore`: the residual against the value one day before (one row before where a file has no daily step), in units of
   its running standard deviation, with the same tail of 1e-5.

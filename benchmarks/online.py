@@ -8,8 +8,8 @@ first whose targets are all test rows; errors are means over origins, steps and 
 to t has been seen by any weight or state (`benchmarks/leak_probe.py` proves it).
 
 last_value; ridge: one closed-form map for all channels, relative to the last value; ridge_carried: with running means and profiles beside
-the window. frozen: fitted on training and validation rows. online: recursive least squares, forgetting 0.999 a row, penalty 1e3, re-solved
-every quarter of a day, each window learnt once its whole target is there. tethys_frozen: the forecaster, chosen on validation rows, its
+the window. frozen: fitted on training and validation rows. online: recursive least squares at every row, forgetting 0.999, penalty 1e3,
+each window learnt once its whole target is there. tethys_frozen: the forecaster, chosen on validation rows, its
 line then solved on training and validation rows. tethys_online: the same weights with an outcome memory for every channel by itself.
 
 Keys: figures.DATASET.MODEL.HORIZON.{mse,mae}; figures.DATASET.HORIZON.best_online_ridge, and under `summary` the ratios of tethys_online.
@@ -114,19 +114,19 @@ def naive(data: Dataset, horizon: int, first: int, score: Scorer) -> None:
     score("last_value", first, np.repeat(data.values[origins - 1][:, :, None], horizon, axis=2))
 
 
-def ridges(data: Dataset, horizon: int, first: int, score: Scorer, *, refresh: int) -> None:
+def ridges(data: Dataset, horizon: int, first: int, score: Scorer) -> None:
     """Frozen and online, with and without carried state. One map for all channels."""
     from pipelines.forecasting.baselines import Ridge, RidgeCarried
 
     profiles = ((data.day, (0.1, 0.02)), (7 * data.day, (0.2,)))
     rates = (0.003 * 24 / data.day, 0.0005 * 24 / data.day)
-    score_ridge("ridge", Ridge(horizon, LOOK_BACK), data, horizon, first, score, refresh)
+    score_ridge("ridge", Ridge(horizon, LOOK_BACK), data, horizon, first, score)
     score_ridge(
-        "ridge_carried", RidgeCarried(horizon, LOOK_BACK, mean_rates=rates, profiles=profiles), data, horizon, first, score, refresh
+        "ridge_carried", RidgeCarried(horizon, LOOK_BACK, mean_rates=rates, profiles=profiles), data, horizon, first, score
     )
 
 
-def score_ridge(name: str, ridge: Ridge, data: Dataset, horizon: int, first: int, score: Scorer, refresh: int) -> None:
+def score_ridge(name: str, ridge: Ridge, data: Dataset, horizon: int, first: int, score: Scorer) -> None:
     import numpy as np
 
     T, C = data.values.shape
@@ -160,10 +160,18 @@ def score_ridge(name: str, ridge: Ridge, data: Dataset, horizon: int, first: int
     for a in range(first, end, 4096):
         score(f"{name}_frozen", a, forecast(a, min(end, a + 4096), frozen))
     gram, cross, learnt = ridge.penalty * np.eye(d), np.zeros((d, horizon)), 0
-    for a in range(first, end, refresh):
+    for a in range(first, end, data.day):
+        # Solved anew once a day, so that rounding cannot add up; from row to row by Woodbury's identity, which is the same solution.
         learn(a, FORGETTING)
-        weights = np.linalg.solve(gram + 1e-6 * np.eye(d), cross).astype(np.float32)
-        score(f"{name}_online", a, forecast(a, min(end, a + refresh), weights))
+        inverse = np.linalg.inv(gram + 1e-6 * np.eye(d))
+        weights = inverse @ cross
+        for t in range(a, min(end, a + data.day)):
+            score(f"{name}_online", t, forecast(t, t + 1, weights.astype(np.float32)))
+            row = x[t - horizon - LOOK_BACK + 1].astype(np.float64)  # (C, d), the window whose last target is row t
+            held = row @ inverse
+            gain = np.linalg.solve(FORGETTING * np.eye(C) + held @ row.T, held)  # (C, d)
+            weights += gain.T @ (y[t - horizon - LOOK_BACK + 1] - row @ weights)
+            inverse = (inverse - gain.T @ held) / FORGETTING
 
 
 def rows_of(data: Dataset, model: Forecaster) -> Rows:
@@ -200,39 +208,14 @@ def trained(data: Dataset, horizon: int, seed: int) -> tuple[Forecaster, Windows
     between = torch.arange(data.train - horizon + 1, data.train)
     groups, _ = replay(model, model.initial_state(len(rows.y)), rows, [train, valid, between])
     line = fit_line(model, groups[0], groups[1])
-    error = fit_network(model, groups[0], groups[1], Training(seed=seed))
+    error = fit_network(model, line, groups[0], groups[1], Training(seed=seed))
     together = Windows(*(torch.cat([getattr(g, f.name) for g in groups]) for f in dataclasses.fields(Windows)))
     helps = error < 0.99 * line.error
     report.progress(f"{data.name} {horizon}: validation error {line.error:.4f} line, {error:.4f} with the network ({line})")
     if not helps:
-        model = alone(model)
-        model.line.copy_(resolved(together, line, LOOK_BACK))
+        model = Forecaster(dataclasses.replace(config, hidden=0))
+        fit_line(model, together, Windows(*(getattr(together, f.name)[:0] for f in dataclasses.fields(Windows))))
     return model, together
-
-
-def alone(model: Forecaster) -> Forecaster:
-    """The line without the network."""
-    from titans_core.forecaster import Forecaster
-
-    line = Forecaster(dataclasses.replace(model.config, hidden=0))
-    line.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith("net.")})
-    return line
-
-
-def resolved(windows: Windows, line: Any, look_back: int) -> Any:
-    """The line with the settings that validation chose, on more windows (`titans_core.training.fit_line` states the problem)."""
-    import torch
-
-    x, y = windows.x, windows.y
-    weight = 1.0 / (1.0 + x[:, :look_back].var(1, correction=0)) if line.weighted else torch.ones(len(x))
-    gram = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
-    cross = torch.zeros(x.shape[1], y.shape[1], dtype=torch.float64)
-    for a, b, w in zip(x.split(8192), y.split(8192), weight.split(8192), strict=True):
-        gram += ((a * w.unsqueeze(1)).mT @ a).double()
-        cross += ((a * w.unsqueeze(1)).mT @ b).double()
-    diagonal = torch.full((len(gram),), line.penalty, dtype=torch.float64)
-    diagonal[-2] = min(line.gap_penalty, 1e12)
-    return torch.linalg.solve(gram + float(weight.mean()) * diagonal.diag(), cross).float()
 
 
 def origins_in_order(model: Forecaster, data: Dataset) -> Iterator[tuple[int, Windows]]:
@@ -311,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
                 scores[model].add(forecasts, truth[at : at + len(forecasts)])
 
             naive(data, horizon, first, score)
-            ridges(data, horizon, first, score, refresh=max(1, data.day // 4))
+            ridges(data, horizon, first, score)
             speed = tethys(data, horizon, first, score, seed=args.seed)
             for model in MODELS:
                 table[model][str(horizon)] = scores[model].figures()

@@ -95,7 +95,7 @@ class OutcomeConfig:
         days = rows / 24.0
         times = {"forget": (500 * days, 3333 * days), "mix_forget": 3333 * days, "loss_forget": 500 * days, "unit_rows": 333 * days}
         times = {name: value for name, value in times.items() if name not in options}
-        return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **times, **options)
+        return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **times, **options)  # type: ignore[arg-type]
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dumps; `from_json` builds the same configuration."""

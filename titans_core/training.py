@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_core.forecaster import ROWS_AT_ONCE, Forecaster, ForecasterState, PhaseMemory
+from titans_core.patches import PatchMemory, PatchRows, fit_patches
 from titans_core.state import map_state
 
 ORIGINS_AT_ONCE = 512  # origins whose features are made in one batch
@@ -71,6 +72,8 @@ def replay(
     seen = torch.where(rows.observed.unsqueeze(2), rows.phase[:, :T], -1)
     counts = start.count.unsqueeze(1) + rows.observed.cumsum(1)
     series = torch.arange(S).unsqueeze(0)
+    past = _patch_rows(rows, last, mean, variance)
+    corrections = None if model.patches is None else _corrections(model.patches, past)
 
     def block(t: Tensor) -> Windows:
         """The windows at origins t (n,), for all series: N = n S."""
@@ -101,7 +104,8 @@ def replay(
                 values = torch.where(known.unsqueeze(2), values, begun)
                 times = torch.where(known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots])
                 reads.append((values.flatten(0, 1), times.flatten(0, 1)))
-            x, level, unit = model.assemble(window, reads, *at_origin)
+            blocks = None if corrections is None else corrections(t)
+            x, level, unit = model.assemble(window, reads, at_origin[0], at_origin[1], at_origin[2], blocks)
         scale = torch.where(unit > 0, unit, 1.0)
         origin_level = level + state.centre.repeat(len(t)).unsqueeze(1)
         y = padded.unfold(1, c.horizon, 1)[:, t].transpose(0, 1).flatten(0, 1)
@@ -115,6 +119,65 @@ def replay(
         names = [f.name for f in dataclasses.fields(Windows)]
         groups.append(Windows(*(torch.cat([getattr(p, name) for p in parts]) for name in names)))
     return groups, state
+
+
+def _patch_rows(rows: Rows, last: Tensor, mean: Tensor, variance: Tensor) -> PatchRows:
+    T = rows.y.shape[1]
+    return PatchRows(last, rows.observed, mean.float(), variance.clamp(min=0.0).sqrt().float(), rows.phase[:, :T])
+
+
+def _corrections(patches: PatchMemory, past: PatchRows) -> Callable[[Tensor], Tensor]:
+    """What the blocks say at origins (n,), for all series: (n S, H), origin by origin. A series begins at its first observed row."""
+    P, S = patches.config.rows, past.rows.shape[0]
+    starts = past.observed.int().argmax(1)
+    outputs: list[Tensor | None] = [None] * S
+    for start in starts.unique().tolist():
+        index = (starts == start).nonzero(as_tuple=True)[0]
+        fields = [getattr(past, f.name)[index, start:] for f in dataclasses.fields(past)]
+        inputs = patches.tokens(0, fields[0].new_zeros(len(index), P), *fields)
+        output, _ = patches.backbone(patches.embed(inputs), patches.backbone.initial_state(len(index)))
+        for i, one in zip(index.tolist(), output, strict=True):
+            outputs[i] = one
+
+    def at(t: Tensor) -> Tensor:
+        said = []
+        for i, one in enumerate(outputs):
+            seen = t - starts[i]
+            full = seen >= P
+            token = torch.where(full, seen // P - 1, 0)
+            assert one is not None
+            read = patches.correction(one[token], seen.clamp(min=0) % P) if len(one) else t.new_zeros(len(t), patches.last.out_features)
+            said.append(torch.where(full.unsqueeze(1), read, 0.0))
+        return torch.stack(said, 1).flatten(0, 1)
+
+    return at
+
+
+def learn_patches(
+    model: Forecaster, state: ForecasterState, rows: Rows, known: Tensor, judged: Tensor, *, epochs: int, seed: int
+) -> bool:
+    """Train the blocks on what line and network leave over; False: nothing that helps on the judged origins was found, and they stay mute.
+
+    known, judged: row counts of the origins to learn from and to be judged by (validation). When True the line has been told to add what
+    the blocks say; windows made before are out of date.
+    """
+    patches = model.patches
+    assert patches is not None
+    T, c = rows.y.shape[1], model.config
+    with torch.no_grad():
+        (windows,), _ = replay(model, state, rows, [torch.cat([known, judged])])
+        left = torch.full((rows.y.shape[0], T, c.horizon), torch.nan)
+        each = torch.cat([windows.y[at : at + 4096] - model.centre_of(windows.x[at : at + 4096]) for at in range(0, len(windows.x), 4096)])
+        left[:, torch.cat([known, judged]) - 1] = each.unflatten(0, (-1, rows.y.shape[0])).transpose(0, 1)
+        _, track = model.track(state, rows.y, rows.observed, rows.phase[:, :T])
+        past = _patch_rows(rows, track.last, track.mean, track.variance)
+    masks = [torch.zeros(T, dtype=torch.bool).index_fill(0, at - 1, True) for at in (known, judged)]
+    found = fit_patches(patches, past, left, *masks, epochs=epochs, seed=seed)
+    if min(found) == found[0]:
+        return False
+    with torch.no_grad():
+        model.line[-2 - c.horizon : -2] = torch.eye(c.horizon)  # before the gap and the 1
+    return True
 
 
 def _newest(slots: Tensor, count: int) -> Tensor:
@@ -162,14 +225,14 @@ FOLDS = ((3, (4, 5)), (5, (6, 7)))  # eighths of the training windows: fitted on
 OBSERVED_SHARE = 0.5
 FILLINGS = 3
 # Training ends after so many epochs in a row whose validation error is above the best by this factor: nothing is to be learnt beside the line.
-PATIENCE, HOPELESS = 3, 1.01
+PATIENCE, HOPELESS = 3, 1.02
 
 
 class _Moments(NamedTuple):
     gram: Tensor  # (d, d) float64, X'X
     cross: Tensor  # (d, H) float64, X'Y
     square: float  # sum of y^2
-    count: int
+    count: int  # type: ignore[assignment]  # windows, not tuple.count
 
 
 def _moments(x: Tensor, y: Tensor) -> _Moments:
@@ -211,9 +274,9 @@ def _error(m: _Moments, line: Tensor) -> float:
 def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
     """Set the model's line, ridge regression of the futures on the features; says how it was chosen.
 
-    The penalties are those with the least mean log error over rolling folds: two inside the training windows (each with a purge of at least
-    a horizon where the windows lie that dense) and validation. One period alone is a poor judge: errors of neighbouring seasons differ
-    more than those of neighbouring penalties. Futures with missing steps are filled with the line's own forecast and the line is solved
+    The penalty is the one with the least mean log error over rolling folds: two inside the training windows (an eighth of them left out
+    between fitting and judging) and validation. One period alone is a poor judge: errors of neighbouring seasons differ more than those of
+    neighbouring penalties. Futures with missing steps are filled with the line's own forecast and the line is solved
     again: missing cells then carry no weight. Raises ValueError where no training window has half of its future.
     """
     x, y = _usable(train)
@@ -231,14 +294,20 @@ def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
     complete = torch.isfinite(target).all(1)
     folds = [(_total(eighths[:a]), _total([eighths[i] for i in b])) for a, b in FOLDS if min(m.count for m in eighths)]
     final = _moments(held[complete], target[complete]) if bool(complete.any()) else None
+
+    def log_error(fit: _Moments, judge: _Moments, penalty: float, gap_penalty: float) -> float:
+        return math.log(max(_error(judge, _solve(fit, penalty, gap_penalty)), 1e-30))
+
+    def over_folds(penalty: float, gap_penalty: float) -> float:
+        pairs = folds if final is None else [*folds, (whole, final)]
+        return sum(log_error(fit, judge, penalty, gap_penalty) for fit, judge in pairs)
+
+    # Validation alone judges the pull back to the mean: where a series' mean is known from its training rows, folds inside them know
+    # what lies ahead of them.
+    gap_penalty = GAP_PENALTIES[0]
     if final is not None:
-        folds.append((whole, final))
-
-    def judged(choice: tuple[float, float]) -> float:
-        return sum(math.log(max(_error(judge, _solve(fit, *choice)), 1e-30)) for fit, judge in folds)
-
-    choices = [(p, g) for g in GAP_PENALTIES for p in PENALTIES]
-    penalty, gap_penalty = min(choices, key=judged)
+        gap_penalty = min(GAP_PENALTIES, key=lambda g: min(log_error(whole, final, p, g) for p in PENALTIES))
+    penalty = min(PENALTIES, key=lambda p: over_folds(p, gap_penalty))
     solved = _solve(whole, penalty, gap_penalty)
     model.line.copy_(solved)
     model.feature_mean.copy_(x.mean(0))
@@ -267,35 +336,68 @@ class Training:
 
 def fit_network(
     model: Forecaster,
+    line: Line,
     train: Windows,
     valid: Windows,
     settings: Training,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Train the network on what the line leaves over, with a Huber loss; keeps the epoch that is best on validation, or none.
+    """Train the network on what the line leaves over, with a Huber loss; returns the model's error on validation.
 
-    progress is called after every epoch with its number and the validation error (mean squared, in units of the streams). Returns the best.
+    Two trainings with one schedule: one on the first five eighths of the windows, judged on the last quarter, and the real one, judged on
+    validation. The epoch with the least mean log error over both stays (epoch 0 is the line alone): what helps in one period only is
+    not kept. progress is called after every epoch with its number (counted over both) and the judging error.
     """
     x, y = _usable(train)
     held, target = _usable(valid)
-    net = model.net
-    if net is None or not len(held):
+    if model.net is None or not len(held):
         return validation_error(model, held, target)
+    pieces = [p for p in x.tensor_split(8)]
+    first, last = sum(len(p) for p in pieces[:5]), sum(len(p) for p in pieces[:6])
+    filled = torch.where(torch.isfinite(y[:first]), y[:first], x[:first] @ model.line)
+    early = _solve(_moments(x[:first], filled), line.penalty, line.gap_penalty).float()
+    real = model.line.clone()
+    model.line.copy_(early)
+    epochs = settings.epochs
+    tell = None if progress is None else (lambda epoch, error: progress(epoch, error))
+    before, _ = _descend(model, x[:first], y[:first], x[last:], y[last:], settings, tell)
+    model.line.copy_(real)
+    tell = None if progress is None else (lambda epoch, error: progress(epochs + epoch, error))
+    now, kept = _descend(model, x, y, held, target, settings, tell)
+    both = [math.log(max(a, 1e-30)) + math.log(max(b, 1e-30)) for a, b in zip(before, now, strict=False)]
+    best = min(range(len(both)), key=both.__getitem__)
+    model.net.load_state_dict(kept[best])
+    return now[best]
+
+
+def _descend(
+    model: Forecaster,
+    x: Tensor,
+    y: Tensor,
+    held: Tensor,
+    target: Tensor,
+    settings: Training,
+    progress: Callable[[int, float], None] | None,
+) -> tuple[list[float], list[dict[str, Tensor]]]:
+    """Train the network from the start; its error on the held windows and its weights before the first epoch and after each."""
+    net = model.net
+    assert net is not None
     torch.manual_seed(settings.seed)
     for layer in net:
         if isinstance(layer, nn.Linear):
             layer.reset_parameters()
-    last = net[-1]
-    assert isinstance(last, nn.Linear)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    best, kept = validation_error(model, held, target), {k: v.clone() for k, v in net.state_dict().items()}
+    out = net[-1]
+    assert isinstance(out, nn.Linear)
+    nn.init.zeros_(out.weight)
+    nn.init.zeros_(out.bias)
+    errors, kept = [validation_error(model, held, target)], [{k: v.clone() for k, v in net.state_dict().items()}]
     with torch.no_grad():
         seen = torch.isfinite(y)
         masked = not bool(seen.all())
         left = torch.where(seen, y, 0.0) - x @ model.line
         inputs = (x - model.feature_mean) * model.feature_scale
-    batches = max(1, len(x) // settings.batch)
+    size = min(settings.batch, len(x))
+    batches = len(x) // size
     optimiser = torch.optim.AdamW(net.parameters(), lr=settings.rate, weight_decay=settings.decay)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimiser, settings.rate, total_steps=settings.epochs * batches + 1, pct_start=0.1
@@ -306,7 +408,7 @@ def fit_network(
         net.train()
         order = torch.randperm(len(x), generator=generator)
         for batch in range(batches):
-            index = order[batch * settings.batch : (batch + 1) * settings.batch]
+            index = order[batch * size : (batch + 1) * size]
             loss = F.smooth_l1_loss(net(inputs[index]), left[index], reduction="none")
             loss = (loss * seen[index]).sum() / seen[index].sum() if masked else loss.mean()
             optimiser.zero_grad()
@@ -315,15 +417,14 @@ def fit_network(
             schedule.step()
         net.eval()
         error = validation_error(model, held, target)
-        worse = worse + 1 if error > HOPELESS * best else 0
-        if error < best:
-            best, kept = error, {k: v.clone() for k, v in net.state_dict().items()}
+        worse = worse + 1 if error > HOPELESS * min(errors) else 0
+        errors.append(error)
+        kept.append({k: v.clone() for k, v in net.state_dict().items()})
         if progress is not None:
             progress(epoch, error)
         if worse == PATIENCE:
             break
-    net.load_state_dict(kept)
-    return best
+    return errors, kept
 
 
 @torch.no_grad()

@@ -22,7 +22,8 @@ struct DeepReverse {
     long n = w.most;
     DS1 = s.zeros(3 * d * ldh), DS2 = s.zeros(h * ldp), DA1 = s.zeros(d * ldh), DA2 = s.zeros(h * ldo);
     dW1x = s.zeros(h * ldq), dW2x = s.zeros(3 * op * ldh), W1x = s.zeros(h * ldq), W2x = s.zeros(3 * op * ldh);
-    T = s.zeros(n * ldq), Sx = s.take(n * ld2), dD1 = s.take(n * ldh), dZ = s.take(2 * n * ldh), dA = s.take(2 * n * ldh);
+    T = s.zeros(n * ldq), Sx = s.take(n * ld2), dZ = w.Z; // the pre-activations are not needed again: G1, G2 and A hold what follows from them
+    dD1 = w.reads ? s.take(n * ldh) : w.D1, dA = w.reads ? s.take(n * ldh) : w.D1; // at the anchor one place serves them in turn
     dKQ = s.take(2 * n * ldd), dD2 = s.take(n * ldo), Wide = s.take(n * ldp);
     if (w.reads) D2t = s.take(op * ldn), D1t = s.take(hp * ldn), N1 = s.take(n * ldn), N2 = s.take(n * ldn);
     dscale = s.take(op), dshift = s.take(op);
@@ -97,7 +98,7 @@ struct DeepReverse {
     combine(h, op, w.WS2, ld2, op, w.I2, ldo, DS2, ldp, op, c2, h2, n);
 
     // ---- the reads
-    float *dZq = dZ + n * ldh, *dAq = dA + n * ldh, *dZ2q = w.Z2 + n * ldo, *u = w.U, *uq = w.U + n * ldo;
+    float *dZq = dZ + n * ldh, *dAq = dZq, *dZ2q = w.Z2 + n * ldo, *u = w.U, *uq = w.U + n * ldo;
     copy_in(c.dy.at(i, j) + b.t * c.dy.t, c.dy.t, n, o, dZ2q, ldo);
     for (long r = 0; r < n; ++r) {
       if (c.residual)

@@ -27,7 +27,7 @@ from connectors.checkpoints import CheckpointStore
 from connectors.streams.base import DeadLetter, Record, dead_letter_frame
 from pipelines.streaming.event_time import EventTime, Row
 from pipelines.streaming.journal import Arrivals, unpack_arrivals, unpack_rows
-from pipelines.streaming.monitors import ANOMALY, LEVEL, OUTLIER, SCALE, UNUSUAL, UNUSUAL_BIT, Monitors, MonitorState, Verdict
+from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL, UNUSUAL_BIT, Monitors, MonitorState, Verdict
 from pipelines.streaming.slots import Slots
 from titans_core.state import replace, select
 
@@ -273,7 +273,7 @@ class Engine:
             alarm, name, ds, y = int(verdict.alarm[i]), one.names[i], int(one.ds[i]), float(one.value[i])
             level, scale = verdict.statistic[i].tolist()
             for bit, kind, cause, statistic, limit in (
-                (OUTLIER, "anomaly", "outlier", float(verdict.anomaly[i]), ANOMALY),
+                (OUTLIER, "anomaly", "outlier", float(verdict.anomaly[i]), float(verdict.limit[i])),
                 (UNUSUAL_BIT, "anomaly", "unusual", float(verdict.unusual[i]), UNUSUAL),
                 (LEVEL, "drift", "level", level, 1.0),
                 (SCALE, "drift", "scale", scale, 1.0),

@@ -28,14 +28,19 @@ from torch import Tensor
 
 # log c moves by at most this share a judged row; small enough to be steady, large enough to follow a season.
 INTERVAL_RATE = 0.05
+# A new stream learns its stretch up to 17 times faster, fading with its rows: a cold memory is more wrong than it says.
+INTERVAL_HASTE, INTERVAL_HASTE_ROWS = 64, 4
 # Rows over which the absolute deviation of a residual is averaged.
 SCALE_ROWS = 64
 # A residual counts for at most so many deviations in its running scale: one outlier moves it by 3 %.
 SCALE_CLIP = 3.0
 # No alarm before so many residuals were seen; for drift eight horizons, in which a new memory learns its first seasons.
 WARM_UP = 32
-ANOMALY = 6.0
-"""Residuals beyond so many (normal-equivalent) deviations are anomalies."""
+# Residuals beyond so many (normal-equivalent) deviations are outliers; where a stream's tails are heavy the limit rises
+# until about one row in a thousand is beyond it.
+OUTLIER_LIMIT = 6.0
+OUTLIER_SHARE = 1e-3
+OUTLIER_RATE = 0.5
 # The published windows and threshold of the anomaly likelihood: a tail of 1e-5.
 SHORT_ROWS, LONG_ROWS = 10, 1000
 UNUSUAL = 4.265
@@ -85,8 +90,14 @@ class MonitorState:
     """(n,) float32: running lag-one autocorrelation of the standardised residual of the last step."""
     cusum: Tensor
     """(n, 4) float32: level up and down, scale up and down."""
+    tolerance: Tensor
+    """(n,) float32: log of how far the limit of outliers has risen."""
+    jump: Tensor
+    """(n, 2) float32: running mean and mean square of the sizes of successive differences."""
     size: Tensor
     """(n, 3) float64: short and long running mean of the absolute residual of step 1, and its long running variance."""
+    sizes: Tensor
+    """(n,) int64: residuals in `size`."""
     hold: Tensor
     """(n,) int64: rows until the next alarm of `unusual`."""
 
@@ -99,6 +110,8 @@ class Verdict:
     """(n,) float64 residual of step 1 in standard deviations of the model's forecast; NaN: no forecast or no value."""
     anomaly: Tensor
     """(n,) float64 residual of step 1 in its own running standard deviations; NaN likewise or while warming up."""
+    limit: Tensor
+    """(n,) float32: what `anomaly` was held against."""
     unusual: Tensor
     """(n,) float64 anomaly likelihood as a standard score; NaN without a residual or while warming up."""
     alarm: Tensor
@@ -150,7 +163,10 @@ class Monitors:
             before=torch.full((n, 2), torch.nan),
             correlation=torch.zeros(n),
             cusum=torch.zeros(n, 4),
+            tolerance=torch.zeros(n),
+            jump=torch.zeros(n, 2),
             size=torch.zeros(n, 3, dtype=torch.float64),
+            sizes=torch.zeros(n, dtype=torch.int64),
             hold=torch.zeros(n, dtype=torch.int64),
         )
 
@@ -178,25 +194,28 @@ class Monitors:
         out = residual.abs() / half.clamp_min(tiny)
         judged = ~residual.isnan()
         missed = out > state.stretch.double().exp()
-        move = self._rate * (missed.float() - (1 - self.coverage))
+        haste = 1 + INTERVAL_HASTE / (state.rows + INTERVAL_HASTE_ROWS).float()
+        move = haste.unsqueeze(1) * self._rate * (missed.float() - (1 - self.coverage))
         stretch = torch.where(judged, state.stretch + move, state.stretch).clamp(-10.0, 10.0)
         spread = (high[:, 0] - low[:, 0]) / self._normal_width
         surprise = residual[:, 0].abs() / spread.clamp_min(tiny)
-        seen = state.seen[:, 0]
         state, anomaly, drift, statistic = self._watch(state, residual[:, [0, -1]])
-        state, unusual, disturbed = self._likelihood(state, residual[:, 0].abs(), seen)
-        alarm = (anomaly > ANOMALY) * OUTLIER + disturbed * UNUSUAL_BIT + drift
+        state, unusual, disturbed = self._likelihood(state, residual[:, 0].abs())
+        limit = OUTLIER_LIMIT * state.tolerance.exp()
+        beyond = anomaly > limit
+        tolerance = (state.tolerance + OUTLIER_RATE * (beyond.float() - OUTLIER_SHARE)).clamp(min=0.0)
+        alarm = beyond * OUTLIER + disturbed * UNUSUAL_BIT + drift
         covered = judged[:, 0] & ~missed[:, 0]
-        return _with(state, stretch=stretch), Verdict(surprise, anomaly, unusual, alarm, statistic, covered)
+        return _with(state, stretch=stretch, tolerance=tolerance), Verdict(surprise, anomaly, limit, unusual, alarm, statistic, covered)
 
-    def _likelihood(self, s: MonitorState, size: Tensor, seen: Tensor) -> tuple[MonitorState, Tensor, Tensor]:
-        """size, seen (n,): the absolute residual of step 1 (NaN: unknown), and how many there were before."""
+    def _likelihood(self, s: MonitorState, size: Tensor) -> tuple[MonitorState, Tensor, Tensor]:
+        """size (n,): the absolute residual of step 1, NaN: unknown."""
         known = ~size.isnan()
         short, mean, variance = s.size.unbind(1)
-        count = (seen + 1).double()
+        count = (s.sizes + 1).double()
         short = short + (size - short) / count.clamp(max=SHORT_ROWS)
         deviation = (variance / SHORT_ROWS).sqrt()
-        unusual = ((short - mean) / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(seen >= UNUSUAL_WARM_UP, torch.nan)
+        unusual = ((short - mean) / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(s.sizes >= UNUSUAL_WARM_UP, torch.nan)
         rate = 1.0 / count.clamp(max=LONG_ROWS)
         away = size - mean
         mean = mean + rate * away
@@ -204,7 +223,7 @@ class Monitors:
         disturbed = (unusual > UNUSUAL) & (s.hold == 0)
         hold = torch.where(disturbed, HOLD_ROWS, (s.hold - 1).clamp(min=0))
         moved = torch.where(known.unsqueeze(1), torch.stack([short, mean, variance], 1), s.size)
-        return _with(s, size=moved, hold=hold), unusual, disturbed
+        return _with(s, size=moved, sizes=s.sizes + known, hold=hold), unusual, disturbed
 
     def _watch(self, s: MonitorState, residual: Tensor) -> tuple[MonitorState, Tensor, Tensor, Tensor]:
         """Running scales, outliers and drift. residual (n, 2) of the first and last tracked step, NaN: unknown."""
@@ -216,9 +235,15 @@ class Monitors:
         z = (residual / deviation.clamp_min(torch.finfo(torch.float64).tiny)).where(s.seen > 0, torch.nan)
         anomaly = z[:, 0].abs().where(warm[:, 0], torch.nan)
         clipped = z.clamp(-DRIFT_CLIP, DRIFT_CLIP).float()
-        # Scale: differences of successive first-step residuals, sqrt(2) too wide, against those of a normal noise.
+        # Scale: the sizes of differences of successive first-step residuals, which do not see the level.
         jump = ((clipped[:, 0] - s.before[:, 0]).abs() / math.sqrt(2)).clamp(max=DRIFT_CLIP)
-        jump = (jump - HALF_NORMAL_MEAN) / HALF_NORMAL_SD
+        # Against their own running mean and deviation: how heavy the tails of a noise are differs from stream to stream.
+        mean, square = s.jump.unbind(1)
+        usual = (square - mean**2).clamp_min(0.0).sqrt().clamp_min(0.25 * HALF_NORMAL_SD)
+        fresh = 1.0 / (s.seen[:, 0] + 1).clamp(max=AUTOCORRELATION_ROWS)
+        moved = s.jump + fresh.unsqueeze(1) * (torch.stack([jump, jump**2], 1) - s.jump)
+        moved = torch.where(jump.isnan().unsqueeze(1), s.jump, moved)
+        jump = (jump - mean) / usual
         watched = torch.stack([clipped[:, 1], jump], 1)
         counts = warm & settled & ~watched.isnan()
         value = torch.where(counts, watched, 0.0)
@@ -249,6 +274,7 @@ class Monitors:
             before=clipped,
             correlation=correlation,
             cusum=cusum,
+            jump=moved,
         )
         return state, anomaly, alarm, statistic
 

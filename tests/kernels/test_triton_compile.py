@@ -5,10 +5,10 @@ numbers of warps cannot drift from the code. A gate on registers, stack and spil
 and traps (a kernel that asks for too much can "compile" into a bare trap).
 """
 
+import os
 import re
 import subprocess
 import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -59,18 +59,10 @@ def record(monkeypatch, call):
         key = (kernel.__name__, str(signature), str(constants))
         launches[key] = (kernel, signature, constants, attributes, options)
 
-    monkeypatch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *a, **k: run(self, *a, **k))
-    try:
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.runtime.jit.JITFunction, "run", lambda self, *a, **k: run(self, *a, **k))
         call()
-    finally:
-        monkeypatch.undo()
     return list(launches.values())
-
-
-@cache
-def compiled(kernel, signature, constants, attributes, options, gpu):
-    source = ASTSource(kernel, dict(signature), dict(constants), {at: list(map(list, a)) for at, a in attributes})
-    return triton.compile(source, target=TARGETS[gpu][0], options=dict(options))
 
 
 def usage(code, gpu):
@@ -146,13 +138,51 @@ CALLS = {
 }
 
 
-def gate(monkeypatch, name, gpu):
+QUICK = [("sm_90", "exact bf16"), ("sm_90", "newton_schulz bf16"), ("gfx942", "deep bf16"), ("sm_80", "stale bf16")]
+FULL = [
+    *[("sm_90", name) for name in CALLS],
+    *[("gfx942", name) for name in ("exact bf16", "deep bf16", "stale bf16", "newton_schulz bf16")],
+    *[("sm_80", name) for name in ("exact bf16", "deep bf16", "stale bf16", "newton_schulz bf16")],
+]
+# Bytes of stack a thread that kernels may use, measured with triton 3.9.0 and rounded up; all others none.
+STACK = {
+    ("sm_90", "deep bf16", "_output_backward"): 128,
+    ("sm_90", "deep bf16", "_state_backward"): 192,
+    ("sm_90", "deep bf16", "_key_backward"): 192,
+    ("sm_90", "newton_schulz fp32", "_backward"): 64,
+    ("sm_90", "exact fp32", "_state"): 192,
+    ("sm_90", "exact fp32", "_state_backward"): 128,
+    ("sm_90", "deep fp32", "_output"): 256,
+    ("sm_90", "deep fp32", "_output_backward"): 256,
+    ("sm_90", "deep fp32", "_state_backward"): 256,
+    ("sm_90", "deep fp32", "_key_backward"): 256,
+    ("sm_90", "deep omega bf16", "_state_backward"): 192,
+    ("sm_90", "deep omega bf16", "_key_backward"): 192,
+    ("gfx942", "deep bf16", "_state_backward"): 448,
+    ("sm_80", "deep bf16", "_state"): 64,
+    ("sm_80", "deep bf16", "_output_backward"): 128,
+    ("sm_80", "deep bf16", "_state_backward"): 192,
+    ("sm_80", "deep bf16", "_key_backward"): 128,
+    ("sm_80", "exact bf16", "_prepare"): 128,
+    ("sm_80", "exact bf16", "_key_backward"): 448,
+}
+
+
+@pytest.mark.parametrize(("gpu", "name"), QUICK if os.environ.get("TETHYS_COMPILE") != "all" else FULL)
+def test_resources(monkeypatch, gpu, name):
+    """TETHYS_COMPILE=all compiles for a quarter of an hour; without it, one call of each kind."""
     monkeypatch.setattr(target, "require", lambda *_: None)
     if gpu.startswith("gfx"):
         monkeypatch.setattr(target, "is_hip", lambda: True)
-    rows = []
-    for kernel, signature, constants, attributes, options in record(monkeypatch, CALLS[name]):
-        frozen = tuple((at, tuple(map(tuple, a))) for at, a in attributes.items())
-        code = compiled(kernel, tuple(signature.items()), tuple(constants.items()), frozen, tuple(options.items()), gpu)
-        rows.append((kernel.__name__, *usage(code, gpu)))
-    return rows
+    launches = record(monkeypatch, CALLS[name])
+    assert launches
+    for kernel, signature, constants, attributes, options in launches:
+        source = ASTSource(kernel, signature, constants, attributes)
+        code = triton.compile(source, target=TARGETS[gpu][0], options=options)
+        registers, stack, shared, products, traps = usage(code, gpu)
+        label = f"{gpu}, {name}, {kernel.__name__}: {registers} registers, {stack} bytes of stack, {shared} of shared memory"
+        assert registers <= (512 if gpu.startswith("gfx") else 255), label
+        assert stack <= STACK.get((gpu, name, kernel.__name__), 0), label
+        assert shared <= TARGETS[gpu][1], label
+        assert (products > 0) != kernel.__module__.endswith("coefficients"), f"{label}; {products} tensor-core instructions"
+        assert not traps, label

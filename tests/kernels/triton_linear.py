@@ -1,4 +1,9 @@
-"""The matrix memory's kernels against a float64 token loop; run by test_triton.py with TRITON_INTERPRET=1."""
+"""The matrix memory's kernels against a float64 token loop; run by test_triton.py with TRITON_INTERPRET=1.
+
+Mutants tried, each caught here: the solve without its last product (blocks of 16 rows stay apart), the first chunk's error at W although
+an earlier call opened the chunk, no gradient through the anchor, the anchor of the last chunk instead of the last written one, an unwritten
+token that loses its momentum or moves W by it.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,8 @@
-"""The kernels of the memory of two layers against the float64 oracle; run by test_triton.py with TRITON_INTERPRET=1."""
+"""The kernels of the memory of two layers against the float64 oracle; run by test_triton.py with TRITON_INTERPRET=1.
+
+Mutants tried, each caught here: the query side at the anchor's activations, deltas as constants of the first layer (no second derivative),
+the norm's backward as if its mean and variance were constants, deltas at W although an earlier call opened the chunk.
+"""
 
 import pytest
 import torch
