@@ -221,7 +221,7 @@ class NeuralMemory(nn.Module):
         elif isinstance(old, StaleState):
             y, memory = dispatch.linear_stale(
                 q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma, loss=config.loss
-            )
+            )  # fmt: skip
         elif isinstance(old, OmegaState):
             assert gamma is not None
             chunk = max(1, config.chunk // config.window)  # a chunk solves a row for each token and lag; the result is the same
