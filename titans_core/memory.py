@@ -9,13 +9,14 @@ Axis letters: B streams, T tokens, D model width, H heads, d = D / H.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import dispatch, linear
+from kernels import dispatch, linear, native
 from kernels.features import polynomial, taylor_coefficients
 from kernels.heads import convolve, next_tail, unit
 from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
@@ -25,6 +26,7 @@ from kernels.muon import AtlasState, atlas, atlas_state
 from kernels.network import Network, output
 from kernels.omega import OmegaState, omega_exact, omega_state
 from titans_core.config import MemoryConfig
+from titans_core.state import leaves
 
 MUON_STEP = 0.02  # bound of theta for Muon, whose writes have a spectral norm of about theta whatever the surprise (papers B.4)
 
@@ -235,6 +237,42 @@ class NeuralMemory(nn.Module):
         if self.outer_residual:
             y = y + self._residual(q_rows)
         return self._output(y, x), MemoryState(memory, tail)
+
+    def in_place(self) -> Callable[[Tensor, MemoryState], Tensor]:
+        """A function (x, state) -> y that overwrites the tensors of the state, for a service that owns its states; no autograd.
+
+        The numbers are those of `forward`, to rounding. Where the native kernels take the rule, the whole layer is one call; elsewhere it
+        is `forward`, copied over the state. The weights are those of now: make it anew when they change.
+        """
+        layer = self._native_layer()
+
+        @torch.inference_mode()
+        def step(x: Tensor, state: MemoryState) -> Tensor:
+            if layer is not None:
+                assert isinstance(state.memory, MatrixState | DeepState)
+                return layer(x.contiguous(), state.conv, state.memory)
+            y, after = self.forward(x, state)
+            moved = [leaf.clone() for _, leaf in leaves(after)]  # parts of the new state may still be tensors of the old one
+            for (_, old), new in zip(leaves(state), moved, strict=True):
+                old.copy_(new)
+            return y
+
+        return step
+
+    def _native_layer(self) -> native.Layer | None:
+        """This layer in the native kernels, or None where they do not run, are not asked for, or do not know the rule."""
+        config = self.config
+        plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error
+        matrix = config.rule == "exact" and not config.decay_to_init and config.read != "anchor"
+        deep = config.rule == "deep" and config.depth == 2
+        if not (plain and (matrix or deep)) or native.supports(*self.parameters()) or dispatch.forced() not in (None, "native"):
+            return None
+        return native.Layer(
+            self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight,
+            scale=self.length, divisor=(1 if matrix else config.chunk) * (1 if matrix else config.features), chunk=config.chunk,
+            init=tuple(self.init) if deep and config.decay_to_init else None, network=self.network, read=config.read,
+            momentum=config.momentum, decay=config.decay,
+        )  # fmt: skip
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.
