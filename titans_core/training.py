@@ -214,11 +214,14 @@ def initial_memory(model: Forecaster, state: ForecasterState, rows: Rows) -> For
 
 @dataclass(frozen=True)
 class Line:
-    """How the closed-form line was chosen, and its mean squared error on validation, in units of the streams."""
+    """How the closed-form line was chosen, and its mean squared error on validation, in units of the streams.
+
+    The defaults are what a file of plain JSON numbers cannot say and leaves out.
+    """
 
     penalty: float
-    gap_penalty: float  # infinite: no pull back to the mean
-    error: float
+    gap_penalty: float = math.inf  # infinite: no pull back to the mean
+    error: float = math.nan  # not a number: there was no validation window
 
 
 # Per training window. Measured on validation folds of hourly and quarter-hourly series: 0.015 to 0.5 is flat, both ends beyond are worse.
