@@ -1,6 +1,6 @@
 """Bits per base of the DNA language model, beside static Markov chains on the same split.
 
-    python benchmarks/dna_lm.py [--sets ecoli ecoli_sister saureus lambda] [--steps 300] [--output FILE]
+    python benchmarks/dna_lm.py [--sets ecoli ecoli_sister saureus lambda] [--steps 120]
 
     ecoli         E. coli MG1655: trained on the first 90 %, measured on the last 10 %   (same genome, another part)
     ecoli_sister  trained on MG1655, measured on the last 10 % of E. coli 536            (same species)
@@ -9,23 +9,35 @@
 
 figures.SET.{markov,tethys_frozen,tethys_carried}: the best order of an interpolated chain (both strands counted); the model
 with its memory's writes switched off; the model with its memory carried from the first base measured to the last.
-tethys_windows (in details) starts with fresh memory every 512 bases, as in training. Uniform is 2.0.
+tethys_windows (in figures.details) starts with fresh memory every 512 bases, as in training. Uniform is 2.0.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from connectors.sequences import read
-from titans_core.dna_model import Codes, ContextCounts, DnaModel, DnaModelConfig, bits_per_base, train, without_writes
-from titans_core.tokenizers import encode_bases
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from benchmarks import report  # noqa: E402
+from connectors.sequences import read  # noqa: E402
+from titans_core.dna_model import (  # noqa: E402
+    Codes,
+    ContextCounts,
+    DnaModel,
+    DnaModelConfig,
+    bits_per_base,
+    train,
+    without_writes,
+)
+from titans_core.tokenizers import encode_bases  # noqa: E402
 
 FILES = {
     "MG1655": "ecoli_MG1655.fasta.gz",
@@ -113,26 +125,19 @@ def measure(folder: Path, name: str, steps: int, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[1] / "../shared/data/sequences/genomes")
-    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--output", type=Path)
+    parser = report.arguments(__doc__.split("\n")[0], data="folder of the genomes")
+    parser.set_defaults(data=ROOT / "../shared/data/sequences/genomes")
+    parser.add_argument("--sets", nargs="+", choices=list(SETS), default=list(SETS), help="sets to measure")
+    parser.add_argument("--steps", type=int, default=120, help="training steps of 16,384 bases")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found = {}
+    figures: dict[str, Any] = {}
+    details: dict[str, Any] = {}
     for name in options.sets:
-        found[name] = measure(options.data, name, options.steps, options.seed)
-        print(json.dumps({name: found[name]}), flush=True)
-    document = {
-        "figures": {name: each["figures"] for name, each in found.items()},
-        "details": {name: each["details"] for name, each in found.items()},
-    }
-    print(json.dumps(document, indent=1))
-    if options.output:
-        options.output.write_text(json.dumps(document, indent=1) + "\n")
+        found = measure(options.data, name, options.steps, options.seed)
+        report.progress(json.dumps({name: found}))
+        figures[name], details[name] = found["figures"], found["details"]
+    report.finish("dna_lm", {**figures, "details": details}, libraries=("torch", "numpy"))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Eight tasks of GUE (Zhou et al. 2023, DNABERT-2) with their official splits: k-mer regression, a small CNN, Tethys.
 
-    python benchmarks/gue.py [--tasks mouse_0 tf_4] [--seeds 3] [--runs runs/gue] [--output FILE]
+    python benchmarks/gue.py [--tasks mouse_0 tf_4] [--seeds 3] [--runs runs/gue]
 
 One command runs the three models side by side, on train alone, chosen on dev (dev rows of tf/4 that are in train are
 dropped first), scored once on test. figures.TASK.MODEL.{mcc,lo,hi}: MCC x 100, mean over seeds, with the 95 % interval of
@@ -11,20 +11,32 @@ on where it stopped; delete the folder to start afresh.
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from sklearn.metrics import matthews_corrcoef
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from pipelines.genomics.baselines import KmerRegression, SmallCnn, fit_kmer_regression
-from pipelines.genomics.datasets import Labelled, read_labelled
-from pipelines.genomics.training import Rows, Settings, describe, fit_length, predict, train_classifier, train_network
-from titans_core.classifier import ClassifierConfig
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from sklearn.metrics import matthews_corrcoef  # noqa: E402
+
+from benchmarks import report  # noqa: E402
+from pipelines.genomics.baselines import KmerRegression, SmallCnn, fit_kmer_regression  # noqa: E402
+from pipelines.genomics.datasets import Labelled, read_labelled  # noqa: E402
+from pipelines.genomics.training import (  # noqa: E402
+    Rows,
+    Settings,
+    describe,
+    fit_length,
+    predict,
+    train_classifier,
+    train_network,
+)
+from titans_core.classifier import ClassifierConfig  # noqa: E402
 
 TASKS = {
     "mouse_0": ("mouse/0", "both"),
@@ -126,26 +138,24 @@ def _mcc(target: np.ndarray[Any, Any], predicted: np.ndarray[Any, Any]) -> float
     return float(np.corrcoef(target, predicted)[0, 1]) if target.any() and predicted.any() and not predicted.all() else 0.0
 
 
-def schedule(tasks: list[str], seeds: int) -> list[tuple[str, int, str]]:
+def schedule(tasks: list[str], first: int, seeds: int) -> list[tuple[str, int, str]]:
     """Model, seed and task of every run; the k-mer regression once, because nothing in it is random."""
-    networks = [(model, seed, task) for model in ("tethys", "cnn") for seed in range(seeds) for task in tasks]
-    return [("kmer", 0, task) for task in tasks] + networks
+    networks = [(model, seed, task) for model in ("tethys", "cnn") for seed in range(first, first + seeds) for task in tasks]
+    return [("kmer", first, task) for task in tasks] + networks
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[1] / "../shared/data/sequences/gue")
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--runs", type=Path, default=Path("runs/gue"))
-    parser.add_argument("--output", type=Path, help="file for the JSON document, beside standard output")
+    parser = report.arguments(__doc__.split("\n")[0], data="folder of the tasks, TASK/{train,dev,test}.csv.gz")
+    parser.set_defaults(data=ROOT / "../shared/data/sequences/gue")
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), help="tasks to run")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds of the networks, from --seed on")
+    parser.add_argument("--runs", type=Path, default=Path("runs/gue"), help="folder of the single runs")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.runs.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, list[dict[str, Any]]]] = {task: {} for task in options.tasks}
     targets, kmers = {}, {}
-    for model, seed, task in schedule(options.tasks, options.seeds):
+    for model, seed, task in schedule(options.tasks, options.seed, options.seeds):
         folder, strands = TASKS[task]
         splits, length = load(options.data / folder)
         targets[task] = splits["test"][1]
@@ -163,7 +173,7 @@ def main() -> None:
             part.write_text(json.dumps(result))
             part.rename(file)
             shown = {key: value for key, value in result.items() if key != "predicted"}
-            print(json.dumps({"task": task, "model": model, "seed": seed, **shown}), flush=True)
+            report.progress(json.dumps({"task": task, "model": model, "seed": seed, **shown}))
         found[task].setdefault(model, []).append(json.loads(file.read_text()))
     figures = {task: {model: summarise(targets[task], runs) for model, runs in models.items()} for task, models in found.items()}
     details = {
@@ -178,10 +188,7 @@ def main() -> None:
         "above_dnabert2": sum(mine[t] > DNABERT2[t] for t in mine),
         "tasks": len(mine),
     }
-    document = json.dumps({"figures": figures, "bars": bars, "published": {"dnabert2": DNABERT2}, "runs": details}, indent=1)
-    print(document)
-    if options.output:
-        options.output.write_text(document + "\n")
+    report.finish("gue", {**figures, "bars": bars, "dnabert2": DNABERT2, "runs": details}, libraries=("torch", "scikit-learn"))
 
 
 if __name__ == "__main__":

@@ -10,19 +10,25 @@ letter and counts IUPAC codes while it reads; the libraries do not.
 
 from __future__ import annotations
 
-import argparse
 import gzip
-import json
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import dnaio
-import needletail
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-from connectors import sequences
+from benchmarks import report  # noqa: E402
+
+report.limit_threads(1)
+
+import dnaio  # noqa: E402
+import needletail  # noqa: E402
+
+from connectors import sequences  # noqa: E402
 
 
 def tethys(path: str) -> int:
@@ -86,23 +92,24 @@ def files(data: Path, folder: Path) -> dict[str, Path]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, default=Path(__file__).parents[1] / "../shared/data/sequences")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = report.arguments(__doc__.split("\n")[0], data="folder with genomes/ and reads/")
+    parser.set_defaults(data=ROOT / "../shared/data/sequences")
+    parser.add_argument("--repeats", type=int, default=9, help="turns, of which the best counts")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        paths = files(options.data, Path(folder))
         rows = {}
-        for name, path in paths.items():
-            sides = (tethys, with_needletail if name.endswith(".fa") else with_dnaio)
-            ours, theirs = rates(path, *sides, options.repeats)
+        for name, path in files(options.data, Path(folder)).items():
             peer = "needletail" if name.endswith(".fa") else "dnaio"
+            other = with_needletail if peer == "needletail" else with_dnaio
+            ours, theirs = rates(path, tethys, other, options.repeats)
             rows[name] = {"tethys_mb_s": round(ours, 1), f"{peer}_mb_s": round(theirs, 1), "ratio": ours / theirs}
+            report.progress(f"{name} {rows[name]}")
     figures = {
         "fasta_vs_needletail": min(rows["genome.fa"]["ratio"], rows["short.fa"]["ratio"]),
         "fastq_vs_dnaio": min(rows["short.fq"]["ratio"], rows["long.fq"]["ratio"]),
+        "files": rows,
     }
-    print(json.dumps({"figures": figures, "files": rows}, indent=1))
+    report.finish("reading", figures, libraries=("dnaio", "needletail", "isal"))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Ten thousand live streams from a broker through one worker, beside River on the same kind of events.
+"""Ten thousand live streams from a broker, beside River on the same kind of events.
 
-    python benchmarks/stream_load.py [--streams 10000] [--seconds 300]
+    python benchmarks/stream_load.py [--streams 10000] [--seconds 300] [--workers 2]
 
-A Kafka-protocol broker (noida-db, from PyPI; not Apache Kafka), a producer and the worker share this machine. Every
-event is answered with 24 steps of quantiles, interval, surprise and anomaly, written durably and committed exactly once;
-nothing is sampled or left out. First the worker reads a backlog as fast as it can (`peak_events_per_s`); then events
-come at `--load` of that rate for `--seconds`. `p50_ms` and `p99_ms` run from the moment an event was given to the
-broker until its forecasts were durable; `dropped` counts events that the producer sent and the worker never took.
-`rss_growth` is the resident memory at the end over that after the first quarter.
+A Kafka-protocol broker (noida-db, from PyPI; not Apache Kafka), a producer and the workers share this machine; each
+worker takes its share of the topic's partitions and has its own checkpoint. Every event is answered with 24 steps of
+quantiles, interval, surprise and anomaly, written durably and committed exactly once; nothing is sampled or left out.
+First the workers read a backlog as fast as they can (`peak_events_per_s`); then they are started again from their
+checkpoints and events come at `--load` of that rate for `--seconds`. `p50_ms` and `p99_ms` run from the moment an event
+was given to the broker until its forecasts were durable; `dropped` counts events that were sent and never taken.
+`rss_growth` is the resident memory of the workers at the end over that after the first quarter.
 
 River's SNARIMAX(p=12, d=1) and HoltWinters (season 24) learn one value and forecast 24 steps, an event at a time, on
 200 streams (fewer suit them better), before and after our run; they write nothing and commit nothing.
@@ -16,6 +17,8 @@ River's SNARIMAX(p=12, d=1) and HoltWinters (season 24) learn one value and fore
 from __future__ import annotations
 
 import argparse
+import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -23,7 +26,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import Process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,12 +38,15 @@ if TYPE_CHECKING:
 
 HORIZON, PARTITIONS, TOPIC = 24, 4, "events"
 START = 1_704_067_200  # event times begin here, an hour a row
+# Spawned, not forked: the broker's client and polars keep threads.
+CONTEXT = multiprocessing.get_context("spawn")
 PARTS_KEPT = 40  # files of forecasts that stay on the disk; older ones are scored and removed
 
 
 def main() -> None:
     parser = report.arguments(__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=10_000, help="live streams")
+    parser.add_argument("--workers", type=int, default=2, choices=(1, 2, 4), help="worker processes")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long the load is kept up")
     parser.add_argument("--load", type=float, default=0.7, help="rate of the load as a share of the measured peak")
     parser.add_argument("--river-seconds", type=float, default=10.0, help="how long each River model is timed, twice")
@@ -66,8 +71,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     # The rows that are streamed come from other sites than those it was trained on.
     sites = hourly_load(series=50, days=rows // 24, seed=options.seed + 1)["y"].to_numpy().reshape(50, rows)
     river = [river_rates(sites, options.river_seconds)]
-    with tempfile.TemporaryDirectory() as folder, Broker(Path(folder)) as broker:
-        load = Load(fitted, sites, broker.address, Path(folder), options)
+    with tempfile.TemporaryDirectory() as temporary, Broker(Path(temporary)) as broker:
+        load = Load(fitted, sites, broker.address, Path(temporary), options)
         peak = load.backlog()
         report.progress(f"peak {peak:.0f} events a second; now {options.load:.0%} of it for {options.seconds:.0f} s")
         figures = load.sustained(peak * options.load, options.seconds)
@@ -121,9 +126,8 @@ class Broker:
         self._process.wait()
 
 
-def produce(address: str, sites: np.ndarray, streams: int, first: int, count: int, rate: float, done: str) -> None:
-    """Send events `first` ... `first + count`: row n // streams of stream n % streams; `rate` a second, 0: at once.
-    When the time is up or all are sent, `done` holds how many were."""
+def produce(address: str, sites: np.ndarray, streams: int, first: int, count: int, rate: float) -> None:
+    """Send events `first` ... `first + count`: row n // streams of stream n % streams; `rate` a second, 0: at once."""
     from confluent_kafka import Producer
 
     producer = Producer({"bootstrap.servers": address, "linger.ms": 5, "queue.buffering.max.messages": 1_000_000})
@@ -144,118 +148,154 @@ def produce(address: str, sites: np.ndarray, streams: int, first: int, count: in
         producer.poll(0)
         time.sleep(0.01)
     producer.flush(60)
-    Path(done).write_text(str(sent))
 
 
 class Load:
-    """One worker on the topic; it is stopped and started again between the phases, as it would be in service."""
+    """The workers on the topic, as processes; they are started again between the phases, as they would be in service."""
 
     def __init__(self, fitted: Any, sites: np.ndarray, address: str, folder: Path, options: argparse.Namespace):
-        from pipelines.streaming.event_time import EventTime, Frequency
-        from pipelines.streaming.worker import stream_model
-
-        self.model = stream_model(fitted, "load/1")
-        self.policy = EventTime(Frequency.parse("1h"))
         self.sites, self.address, self.folder, self.options = sites, address, folder, options
         self.produced = 0
+        fitted.save(folder / "model")
 
-    def _send(self, count: int, rate: float) -> tuple[Process, Path]:
-        done = self.folder / f"sent-{self.produced}"
-        arguments = (self.address, self.sites, self.options.streams, self.produced, count, rate, str(done))
-        process = Process(target=produce, args=arguments, daemon=True)
-        process.start()
-        self.produced += count
-        return process, done
-
-    def _work(self, stop: Any, report_: Any, max_events: int | None) -> Any:
-        from connectors.checkpoints import CheckpointStore
-        from connectors.streams import FileSink, ParquetSink, open_source
-        from pipelines.streaming.worker import work
-
-        source = open_source(f"kafka://{self.address}/{TOPIC}", follow=True)
-        store = CheckpointStore(self.folder / "checkpoint.db")
-        output = ParquetSink(self.folder / "out.parquet")
-        alarms, dead = FileSink(self.folder / "alarms.ndjson"), FileSink(self.folder / "dead.ndjson")
-        try:
-            limit = max(16_384, self.options.streams)
-            return work(
-                self.model,
-                self.policy,
-                source,
-                store,
-                output,
-                alarms,
-                dead,
-                stop=stop,
-                report=report_,
-                max_events=max_events,
-                max_resident=limit,
-            )
-        finally:
-            for thing in (source, store, output, alarms, dead):
-                thing.close()
+    def _run(self, count: int, rate: float) -> list[dict[str, Any]]:
+        """Send `count` events and let the workers take them all; what each of them noted."""
+        streams, workers = self.options.streams, self.options.workers
+        first, self.produced = self.produced, self.produced + count
+        sender = CONTEXT.Process(target=produce, args=(self.address, self.sites, streams, first, count, rate), daemon=True)
+        if not rate:  # a backlog: all of it is there before anyone reads
+            sender.start()
+            sender.join()
+        processes = []
+        for worker in range(workers):
+            partitions = list(range(worker, PARTITIONS, workers))
+            share = sum(n % streams % PARTITIONS in partitions for n in range(first, first + count))
+            where = self.folder / f"worker-{worker}"
+            where.mkdir(exist_ok=True)
+            (where / "ready").unlink(missing_ok=True)
+            arguments = (self.address, partitions, self.folder / "model", where, share, self.options)
+            processes.append(CONTEXT.Process(target=serve, args=arguments, daemon=True))
+            processes[-1].start()
+        if rate:
+            for worker in range(workers):  # the clock starts when all of them listen
+                while not (self.folder / f"worker-{worker}/ready").exists():
+                    time.sleep(0.05)
+            sender.start()
+            sender.join()
+        for process in processes:
+            process.join()
+            if process.exitcode:
+                raise SystemExit(f"a worker ended with status {process.exitcode}")
+        return [json.loads((self.folder / f"worker-{w}/notes.json").read_text()) for w in range(workers)]
 
     def backlog(self) -> float:
         """Events a second with all events waiting; the first row of every stream (their start) is not timed."""
-        streams = self.options.streams
-        count = 6 * streams
-        process, _ = self._send(count, 0.0)
-        process.join()
-        times: list[tuple[float, int]] = []
-
-        def note(step: Any) -> None:
-            times.append((time.monotonic(), step.counters["received"]))
-
-        self._work(None, note, count)
-        begun = next(i for i, (_, received) in enumerate(times) if received >= streams)
-        return (times[-1][1] - times[begun][1]) / (times[-1][0] - times[begun][0])
+        notes = self._run(6 * self.options.streams, 0.0)
+        return sum(note["events_after_start"] / note["seconds_after_start"] for note in notes)
 
     def sustained(self, rate: float, seconds: float) -> dict[str, Any]:
-        import psutil
+        import numpy as np
 
-        from pipelines.streaming.worker import Stop
-
-        before, stop, this = self.produced, Stop(), psutil.Process()
-        process, _ = self._send(int(rate * seconds), rate)
-        memory: list[tuple[float, int]] = []
-        times: list[tuple[float, int]] = []
-        lags: list[int] = []
-        latencies, path = Latencies(), self.folder / "out.parquet"
-
-        def note(step: Any) -> None:
-            now = time.monotonic()
-            times.append((now, step.counters["received"]))
-            lags.append(step.lag or 0)
-            latencies.add(step.latencies_ms)
-            for part in sorted(path.glob("part-*.parquet"))[:-PARTS_KEPT] if len(times) % 20 == 0 else ():
-                part.unlink()
-            if not memory or now - memory[-1][0] > 1.0:
-                memory.append((now, this.memory_info().rss))
-                if len(memory) % 20 == 0:
-                    report.progress(f"{step.counters['received']} events, {lags[-1]} waiting, {memory[-1][1] >> 20} MiB")
-            if step.counters["received"] >= self.produced:
-                stop.set()
-
-        summary = self._work(stop, note, None)
-        process.join()
-        quarter = memory[len(memory) // 4][1]
-        took = times[-1][0] - times[0][0]
+        notes = self._run(int(rate * seconds), rate)
+        latencies = Latencies()
+        latencies.counts = np.sum([note["latencies"] for note in notes], axis=0)
+        events = sum(note["events"] for note in notes)
+        took = max(note["ended"] for note in notes) - min(note["begun"] for note in notes)
+        paths = [self.folder / f"worker-{w}/out.parquet" for w in range(self.options.workers)]
         return {
-            "events_per_s": (times[-1][1] - times[0][1]) / took,
+            "events_per_s": events / took,
             "p50_ms": latencies.percentile(0.5),
             "p99_ms": latencies.percentile(0.99),
-            "rss_growth": memory[-1][1] / quarter,
-            "rss_mib": memory[-1][1] / 2**20,
-            "streams": summary.streams,
-            "events": summary.events,
+            "rss_growth": sum(n["memory"][-1] for n in notes) / sum(n["memory"][len(n["memory"]) // 4] for n in notes),
+            "rss_mib": sum(n["memory"][-1] for n in notes) / 2**20,
+            "streams": sum(note["streams"] for note in notes),
+            "workers": self.options.workers,
+            "events": events,
             "seconds": took,
-            "dropped": self.produced - before - summary.events,
-            "largest_lag": max(lags),
-            "checkpoint_bytes_per_s": summary.checkpoint_bytes_per_s,
-            "restart_s": summary.restart_s,
-            "coverage": summary.counters["covered"] / max(1, summary.counters["judged"]),
-            **scores(path, self.sites),
+            "dropped": int(rate * seconds) - events,
+            "largest_lag": max(note["largest_lag"] for note in notes),
+            "checkpoint_bytes_per_s": sum(note["checkpoint_bytes_per_s"] for note in notes),
+            "restart_s": max(note["restart_s"] for note in notes),
+            "coverage": sum(note["covered"] for note in notes) / sum(note["judged"] for note in notes),
+            **scores(paths, self.sites),
         }
+
+
+def serve(address: str, partitions: list[int], model: Path, folder: Path, events: int, options: argparse.Namespace) -> None:
+    """One worker: takes `events` events of its partitions and writes what it noted to `folder`/notes.json."""
+    import psutil
+    import torch
+
+    from connectors.checkpoints import CheckpointStore
+    from connectors.streams import FileSink, ParquetSink, open_source
+    from pipelines.forecasting.estimator import TitansForecaster
+    from pipelines.streaming.event_time import EventTime, Frequency
+    from pipelines.streaming.worker import Stop, stream_model, work
+
+    torch.set_num_threads(options.threads)
+    numbers = ",".join(map(str, partitions))
+    source = open_source(f"kafka://{address}/{TOPIC}?partitions={numbers}", follow=True)
+    store = CheckpointStore(folder / "checkpoint.db")
+    output = ParquetSink(folder / "out.parquet")
+    alarms, dead = FileSink(folder / "alarms.ndjson"), FileSink(folder / "dead.ndjson")
+    stop, this, latencies = Stop(), psutil.Process(), Latencies()
+    times: list[tuple[float, int]] = []
+    memory: list[int] = []
+    lags, told = [0], [0.0]
+    progress = store.progress()
+    before = progress.counters["received"] if progress else 0
+
+    def note(step: Any) -> None:
+        now = time.monotonic()
+        taken = step.counters["received"] - before
+        times.append((now, taken))
+        latencies.add(step.latencies_ms)
+        lags[0] = max(lags[0], step.lag or 0)
+        if before and len(times) % 20 == 0:  # not in the first phase: its files must be there at the restart
+            for part in sorted((folder / "out.parquet").glob("part-*.parquet"))[:-PARTS_KEPT]:
+                part.unlink()
+        if now - told[0] > 1.0:
+            told[0] = now
+            memory.append(this.memory_info().rss)
+            if len(memory) % 20 == 0:
+                report.progress(f"worker {partitions}: {taken} events, {step.lag} waiting, {memory[-1] >> 20} MiB")
+        if taken >= events:
+            stop.set()
+
+    fitted = TitansForecaster.load(model)
+    (folder / "ready").touch()
+    limit = max(16_384, options.streams)
+    summary = work(
+        stream_model(fitted, "load/1"),
+        EventTime(Frequency.parse("1h")),
+        source,
+        store,
+        output,
+        alarms,
+        dead,
+        stop=stop,
+        report=note,
+        max_resident=limit,
+    )
+    for thing in (source, store, output, alarms, dead):
+        thing.close()
+    start = next(i for i, (_, taken) in enumerate(times) if taken >= min(events, summary.streams))
+    notes = {
+        "events": summary.events,
+        "begun": times[0][0],
+        "ended": times[-1][0],
+        "events_after_start": times[-1][1] - times[start][1],
+        "seconds_after_start": times[-1][0] - times[start][0],
+        "latencies": latencies.counts.tolist(),
+        "memory": memory,
+        "largest_lag": lags[0],
+        "streams": summary.streams,
+        "checkpoint_bytes_per_s": summary.checkpoint_bytes_per_s,
+        "restart_s": summary.restart_s,
+        "judged": summary.counters["judged"],
+        "covered": summary.counters["covered"],
+    }
+    (folder / "notes.json").write_text(json.dumps(notes))
 
 
 class Latencies:
@@ -265,27 +305,27 @@ class Latencies:
         import numpy as np
 
         self._edges = np.geomspace(0.1, 1e6, 1351)
-        self._counts = np.zeros(1352, dtype=np.int64)
+        self.counts = np.zeros(1352, dtype=np.int64)
 
     def add(self, milliseconds: list[float]) -> None:
         import numpy as np
 
-        np.add.at(self._counts, np.searchsorted(self._edges, milliseconds), 1)
+        np.add.at(self.counts, np.searchsorted(self._edges, milliseconds), 1)
 
     def percentile(self, share: float) -> float:
         import numpy as np
 
-        place = int(np.searchsorted(np.cumsum(self._counts), share * self._counts.sum()))
+        place = int(np.searchsorted(np.cumsum(self.counts), share * self.counts.sum()))
         return float(self._edges[min(place, len(self._edges) - 1)])
 
 
-def scores(path: Path, sites: np.ndarray) -> dict[str, float]:
+def scores(paths: list[Path], sites: np.ndarray) -> dict[str, float]:
     """Mean absolute error of the median beside last value, over the forecasts in the newest files (the truth is known
     to the benchmark, never to the worker)."""
     import numpy as np
     import polars as pl
 
-    rows = pl.read_parquet(sorted(path.glob("part-*.parquet"))[-PARTS_KEPT:])
+    rows = pl.read_parquet([part for path in paths for part in sorted(path.glob("part-*.parquet"))[-PARTS_KEPT:]])
     stream = rows["unique_id"].str.slice(1).cast(pl.Int64).to_numpy()
     at = (rows["origin"].cast(pl.Int64).to_numpy() // 1_000_000 - START) // 3600 + stream // len(sites)
     last = sites[stream % len(sites), at]

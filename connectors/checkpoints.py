@@ -117,9 +117,10 @@ class CheckpointStore:
             found = json.loads(row[5])
             for name in sorted(set(wanted) | set(found)):
                 if wanted.get(name) != found.get(name):
+                    before, now = (str(side.get(name)) for side in (found, wanted))
+                    values = f"{name} = {before}, now it is {now}" if len(before + now) < 200 else f"another {name}"
                     raise CheckpointError(
-                        f"the checkpoint '{self.path}' was made with {name} = {found.get(name)}, now it is "
-                        f"{wanted.get(name)}: use the same, or start with a new checkpoint"
+                        f"the checkpoint '{self.path}' was made with {values}: use the same, or start with a new checkpoint"
                     )
             self.epoch = row[0] + 1
             self._db.execute("UPDATE run SET epoch = ?", (self.epoch,))

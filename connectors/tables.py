@@ -40,7 +40,6 @@ class CsvForm:
     encoding: str = "utf8"
 
 
-
 def read(
     uri: str | os.PathLike[str],
     columns: Mapping[str, str] | None = None,

@@ -43,6 +43,13 @@ class Executor(StrEnum):
     ray = "ray"
 
 
+class Block(StrEnum):
+    lmm = "lmm"
+    mac = "mac"
+    mag = "mag"
+    mal = "mal"
+
+
 Data = Annotated[
     str,
     typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI."),
@@ -100,6 +107,9 @@ def train(
     output: Annotated[Path, typer.Option(help="Folder for the plot, the leaderboard and the forecast table.")] = Path(
         "runs/train"
     ),
+    blocks: Annotated[
+        list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a forecaster, compare it with baselines on rolling origins, log the run and register the model."""
@@ -119,6 +129,7 @@ def train(
         executor=executor.value,
         seed=seed,
         output=output,
+        blocks=tuple(block.value for block in blocks or ()),
     )
     _show(result, as_json)
 

@@ -14,8 +14,8 @@ import json
 import logging
 import os
 import tempfile
-import warnings
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

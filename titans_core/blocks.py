@@ -1,7 +1,8 @@
 """The blocks of Titans (section 4) and those they are compared with, each a pure function (x, state) -> (y, state).
 
 LMM: the memory alone. MAC: memory as context of segment attention. MAG: memory and sliding window, gated together.
-MAL: memory, then sliding window. Attention: full causal; window: sliding window alone.
+MAL: memory, then sliding window. Attention: full causal; window: sliding window alone. DeepTransformer, SWDT and Dot (ATLAS): a
+memory with the exponential kernel as the only token mixer; their states grow with the sequence, as full attention's does.
 Every mixer is strictly causal, and one call over T tokens equals any split of it into calls.
 
 Axis letters: B streams, T tokens, D model width, H heads, d = D / H, P persistent tokens, N segment tokens.
@@ -20,7 +21,7 @@ from kernels import attention
 from kernels.attention import KeyValues
 from titans_core import state as value
 from titans_core.config import BackboneConfig
-from titans_core.memory import Memory, MemoryState, NeuralMemory, RMSNorm
+from titans_core.memory import KernelMemory, Memory, MemoryState, NeuralMemory, RMSNorm
 
 
 class SwiGLU(nn.Module):
@@ -39,21 +40,21 @@ class SwiGLU(nn.Module):
 
 
 class Lmm(nn.Module):
-    """Long-term memory as the only token mixer; persistent tokens are written before the first token (papers A.4)."""
+    """A memory as the only token mixer; persistent tokens are written before the first token (papers A.4)."""
 
-    def __init__(self, config: BackboneConfig) -> None:
+    def __init__(self, config: BackboneConfig, kind: str = "lmm") -> None:
         super().__init__()
-        self.memory = NeuralMemory(config.memory)
+        self.memory = NeuralMemory(config.memory) if kind == "lmm" else KernelMemory(kind, config.memory)
         self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
 
-    def initial_state(self, batch: int) -> MemoryState:
+    def initial_state(self, batch: int) -> Any:
         state = self.memory.initial_state(batch)
         if self.persistent.shape[0] == 0:
             return state
-        return self.memory(self.persistent.expand(batch, -1, -1), state)[1]  # type: ignore[no-any-return]
+        return self.memory(self.persistent.expand(batch, -1, -1), state)[1]
 
-    def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
-        return cast("tuple[Tensor, MemoryState]", self.memory(x, state))
+    def forward(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        return cast("tuple[Tensor, Any]", self.memory(x, state))
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,9 @@ def _in_step(mixer: nn.Module, x: Tensor, state: Any, place: Tensor) -> tuple[Te
 def _mixer(kind: str, config: BackboneConfig) -> nn.Module:
     if kind == "window":
         return Attention(config, config.window)
-    return {"lmm": Lmm, "mac": Mac, "mag": Mag, "mal": Mal, "attention": FullAttention}[kind](config)
+    if kind in ("lmm", "deep_transformer", "swdt", "dot"):
+        return Lmm(config, kind)
+    return {"mac": Mac, "mag": Mag, "mal": Mal, "attention": FullAttention}[kind](config)
 
 
 class Block(nn.Module):

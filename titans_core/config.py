@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Rule = Literal["exact", "stale", "deep", "gated", "hybrid"]
+Rule = Literal["exact", "stale", "deep", "gated", "hybrid", "atlas", "atlas++"]
 RULES = get_args(Rule)
-Mixer = Literal["lmm", "mac", "mag", "mal", "attention", "window"]
+Mixer = Literal["lmm", "mac", "mag", "mal", "attention", "window", "deep_transformer", "swdt", "dot"]
 MIXERS = get_args(Mixer)
+MOST_FEATURES = 4096  # of a head: a memory of 64 by 4096 is 1 MB a head and stream, four times with momentum and anchor
 
 
 class ConfigError(ValueError):
@@ -28,10 +30,16 @@ class MemoryConfig:
     rule: `exact`, a matrix with the true per-token gradient (the default for streams: stays finite on autocorrelated
         keys, and the chunk never changes the result); `stale`, a matrix with the papers' gradient at the chunk's
         start; `deep`, a residual MLP of `depth` layers with LayerNorm, gradient at the chunk's start; `gated`, the
-        gated MLP of Atlas++, likewise; `hybrid`, the MLP with an exact last layer (finite where `deep` explodes).
+        gated MLP of Atlas++, likewise; `hybrid`, the MLP with an exact last layer (finite where `deep` explodes);
+        `atlas`, the Omega rule with Muon (orthogonalised momentum) on the MLP of `deep`, or with depth 1 on a matrix;
+        `atlas++`, the same on the gated MLP.
     chunk: tokens a gradient anchor serves (part of the function for every rule but `exact`).
-    window: tokens whose loss each write descends (the Omega rule of ATLAS; 1 is Titans), for every rule but `exact`.
+    window: tokens whose loss each write descends (the Omega rule of ATLAS; 1 is Titans), for every rule but `hybrid`.
     read: the token reads `after` or `before` its own write, or at the chunk's `anchor` (cheapest; not for `exact`).
+    degree: polynomial features of keys and queries up to this degree, with learned coefficients (ATLAS section 3.1; 1: none).
+        A head of width d then has binom(d + degree, degree) features: keep heads narrow (8 to 32 at degree 2).
+    muon_every: tokens one Muon write gathers, a divisor of the chunk; 1 is the papers' Atlas, about 200 times the cost of
+        the gradient, `chunk` is one write a chunk.
     momentum, decay: False removes eta or alpha (ablations of Titans table 5).
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
     """
@@ -42,6 +50,8 @@ class MemoryConfig:
     chunk: int = 64
     window: int = 1
     read: Literal["after", "before", "anchor"] = "after"
+    degree: int = 1
+    muon_every: int = 1
     depth: int = 2
     expansion: int = 4
     conv: int = 4
@@ -55,10 +65,22 @@ class MemoryConfig:
         require(self.rule in RULES, f"rule '{self.rule}' is none of {', '.join(RULES)}")
         require(self.window >= 1, f"window {self.window} must be at least 1")
         require(self.read in ("after", "before", "anchor"), f"read '{self.read}' is none of after, before, anchor")
-        if self.rule == "exact":
-            require(self.window == 1, "the Omega window has no exact chunk form: take rule 'stale' or 'deep', or window 1")
-            require(self.read != "anchor", "rule 'exact' has no anchor to read at: read 'after' or 'before'")
         require(self.chunk >= 1, f"chunk {self.chunk} must be at least 1")
+        if self.rule == "exact":
+            require(self.read != "anchor", "rule 'exact' has no anchor to read at: read 'after' or 'before'")
+        if self.rule == "hybrid":
+            require(self.window == 1, f"rule 'hybrid' has no Omega window, found window {self.window}: take 'exact' or 'deep'")
+        if self.muon:
+            require(self.read != "anchor", f"rule '{self.rule}' reads 'after' or 'before' the write, not at the anchor")
+            divides = self.muon_every >= 1 and self.chunk % self.muon_every == 0
+            require(divides, f"muon_every {self.muon_every} must divide chunk {self.chunk}")
+        else:
+            require(self.muon_every == 1, f"muon_every {self.muon_every} belongs to rules 'atlas' and 'atlas++', not to '{self.rule}'")
+        require(self.degree >= 1, f"degree {self.degree} must be at least 1")
+        require(
+            self.features <= MOST_FEATURES,
+            f"degree {self.degree} gives a head of width {self.width} {self.features} features, at most {MOST_FEATURES}: take more heads",
+        )
         require(self.conv >= 1, f"conv {self.conv} must be at least 1 (1 switches the convolution off)")
         require(self.depth >= 1, f"depth {self.depth} must be at least 1")
 
@@ -66,6 +88,21 @@ class MemoryConfig:
     def width(self) -> int:
         """Width of one head."""
         return self.dim // self.heads
+
+    @property
+    def features(self) -> int:
+        """Width of a head's keys and queries as its memory sees them."""
+        return self.width if self.degree == 1 else math.comb(self.width + self.degree, self.degree)
+
+    @property
+    def matrix(self) -> bool:
+        """Whether the memory is one matrix, rather than an MLP."""
+        return self.rule in ("exact", "stale") or (self.rule == "atlas" and self.depth == 1)
+
+    @property
+    def muon(self) -> bool:
+        """Whether momentum is orthogonalised before it is written."""
+        return self.rule in ("atlas", "atlas++")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +123,8 @@ class BackboneConfig:
     def __post_init__(self) -> None:
         for mixer in self.layers:
             require(mixer in MIXERS, f"layer '{mixer}' is none of {', '.join(MIXERS)}")
+        if "swdt" in self.layers:
+            require(self.memory.window > 1, "layer 'swdt' writes a window of tokens: set the memory's window to 2 or more")
         require(len(self.layers) > 0, "layers must name at least one block")
         require(self.window >= 1 and self.segment >= 1, "window and segment must be at least 1")
         require(self.persistent >= 0, "persistent must not be negative")

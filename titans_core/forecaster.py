@@ -30,11 +30,13 @@ from torch import Tensor, nn
 
 from kernels.linear import MatrixState, linear_exact
 from titans_core.config import require
+from titans_core.patches import PatchConfig, PatchMemory, PatchState
 
 Memory = Literal["carried", "window", "frozen"]
 
 # Quiet windows still deserve an interval: the local scale is never taken below this share of the stream's standard deviation.
 QUIETEST = 0.1
+WIDE = 16  # streams from which writing row after row is quicker than in chunks (measured: about 0.3 ms a row for up to thousands of streams)
 ROWS_AT_ONCE = 2048  # rows of one pass of `observe`: bounds what a long replay holds at a time
 
 
@@ -72,6 +74,7 @@ HOURLY = (
 class ForecasterConfig:
     """hidden: width of the network beside the line (0: the line alone).
     level_rows: rows after which the running mean and deviation forget as slowly as they will (before, they are plain averages).
+    patches: Titans blocks over patches of rows, whose reading is added to the line (None: no blocks); only with carried memory.
     quantiles: levels in rising order. spread: how far intervals follow the roughness of the window, as an exponent (0: not at all).
     """
 
@@ -81,6 +84,7 @@ class ForecasterConfig:
     memory: Memory = "carried"
     hidden: int = 64
     dropout: float = 0.2
+    patches: PatchConfig | None = None
     level_rows: int = 10_000
     quantiles: tuple[float, ...] = (0.1, 0.5, 0.9)
     spread: float = 0.5
@@ -88,6 +92,9 @@ class ForecasterConfig:
     def __post_init__(self) -> None:
         require(self.look_back >= 1 and self.horizon >= 1, f"look_back {self.look_back} and horizon {self.horizon} must be positive")
         require(self.memory in ("carried", "window", "frozen"), f"memory '{self.memory}' is none of carried, window, frozen")
+        if self.patches is not None:
+            require(self.memory == "carried", f"blocks over patches carry their memory, the configuration says memory '{self.memory}'")
+            require(self.patches.rows <= self.look_back, f"a patch of {self.patches.rows} rows is longer than look_back {self.look_back}")
         levels = self.quantiles
         require(
             len(levels) > 0 and all(0 < a < 1 for a in levels) and list(levels) == sorted(set(levels)),
@@ -96,8 +103,9 @@ class ForecasterConfig:
 
     @property
     def features(self) -> int:
-        """d: look-back, reads of every head, how far the last value is from the mean, and 1."""
-        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2
+        """d: look-back, reads of every head, how far the last value is from the mean, 1; and a step of the horizon each for the blocks."""
+        blocks = 0 if self.patches is None else self.horizon
+        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2 + blocks
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dumps; `from_json` builds the same configuration."""
@@ -107,7 +115,10 @@ class ForecasterConfig:
     def from_json(cls, data: dict[str, Any]) -> ForecasterConfig:
         """Raises ConfigError or TypeError for data of another shape."""
         seasons = tuple(Season(rows=s["rows"], slots=s["slots"], rates=tuple(s["rates"])) for s in data["seasons"])
-        return cls(**{**data, "seasons": seasons, "quantiles": tuple(data["quantiles"])})
+        patches = data.get("patches")
+        if patches is not None:
+            patches = PatchConfig(**{**patches, "layers": tuple(patches["layers"])})
+        return cls(**{**data, "seasons": seasons, "patches": patches, "quantiles": tuple(data["quantiles"])})
 
 
 class PhaseMemory(NamedTuple):
@@ -129,6 +140,7 @@ class ForecasterState:
     window: Tensor  # (B, L) float32, the look-back, oldest first; a missing row holds the last value before it
     phases: Tensor  # (B, L, G) int16, slots of these rows; -1: the row was missing or never was
     memory: tuple[PhaseMemory, ...]  # one a season
+    patches: PatchState | None = None  # the blocks' memories
 
 
 class Track(NamedTuple):
@@ -163,6 +175,9 @@ class Forecaster(nn.Module):
             nn.init.zeros_(last.weight)
             nn.init.zeros_(last.bias)
             self.net = nn.Sequential(nn.Linear(d, config.hidden), nn.GELU(), nn.Dropout(config.dropout), last)
+        self.patches: PatchMemory | None = None
+        if config.patches is not None:
+            self.patches = PatchMemory(config.patches, horizon, tuple(season.slots for season in config.seasons))
         self.eval()
 
     def initial_state(
@@ -185,6 +200,7 @@ class Forecaster(nn.Module):
                 )
                 for s in c.seasons
             ),
+            patches=None if self.patches is None else self.patches.initial_state(n),
         )
 
     def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> ForecasterState:
@@ -193,33 +209,96 @@ class Forecaster(nn.Module):
         A row that is not observed moves the look-back on and writes nothing. Any split of the rows over calls gives the
         same state (to rounding). Raises ValueError for shapes that do not fit.
         """
+        if y.shape[0] >= WIDE and y.shape[1] > 1 and self.patches is None:
+            return self._in_turn(state, y, observed, phase)
         for at in range(0, y.shape[1], ROWS_AT_ONCE):
             part = slice(at, at + ROWS_AT_ONCE)
-            state, _ = self.track(state, y[:, part], observed[:, part], phase[:, part])
+            before = state
+            state, track = self.track(before, y[:, part], observed[:, part], phase[:, part])
+            if self.patches is not None:
+                assert before.patches is not None
+                unit = track.variance.clamp(min=0.0).sqrt().float()
+                moved = self.patches.observe(
+                    before.patches, before.window, track.last, observed[:, part], track.mean.float(), unit, phase[:, part]
+                )
+                state = dataclasses.replace(state, patches=moved)
         return state
 
-    def track(
-        self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor
-    ) -> tuple[ForecasterState, Track]:
-        """`observe`, with what held after each row."""
+    def _in_turn(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> ForecasterState:
+        """`observe` for many streams, row after row: a write moves one entry of each stream, where chunks multiply whole blocks."""
         c = self.config
-        if y.shape != observed.shape or phase.shape != (*y.shape, len(c.seasons)):
+        self._check_rows(y, observed, phase)
+        count, centre, value, last = self._values(state, y, observed)
+        scaled = (observed if c.memory == "carried" else observed & (count <= c.look_back)).T.contiguous()
+        rates = (1.0 / count.clamp(1.0, c.level_rows)).T * scaled  # (T, B)
+        mean, variance = state.mean, state.variance
+        for rate, v in zip(rates, value.T.contiguous(), strict=True):
+            before = mean
+            mean = before + rate * (v - before)
+            variance = variance + rate * ((v - before) * (v - mean) - variance)
+        memory = tuple(PhaseMemory(m.W.clone(), m.visits.clone()) for m in state.memory)
+        slots = phase.long()
+        if c.memory == "carried":
+            values, seen = last.T.contiguous(), observed.T.contiguous()
+            for g, (season, m) in enumerate(zip(c.seasons, memory, strict=True)):
+                for slot, v, there in zip(slots[:, :, g].T.contiguous(), values, seen, strict=True):
+                    write_slot(m, season.rates, slot, v, there)
+        return self._after(state, centre, count[:, -1], mean, variance, last, slots, observed, memory)
+
+    def _check_rows(self, y: Tensor, observed: Tensor, phase: Tensor) -> None:
+        seasons = len(self.config.seasons)
+        if y.shape != observed.shape or phase.shape != (*y.shape, seasons):
             raise ValueError(
                 f"observe: y {tuple(y.shape)}, observed {tuple(observed.shape)} and phase {tuple(phase.shape)} must be "
-                f"(B, T), (B, T) and (B, T, {len(c.seasons)})"
+                f"(B, T), (B, T) and (B, T, {seasons})"
             )
-        B, T = y.shape
-        slots = phase.long()
-        seen_before = observed.cumsum(1)
-        count = state.count.unsqueeze(1) + seen_before
+
+    def _values(self, state: ForecasterState, y: Tensor, observed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """count (B, T) of observed rows so far, centre (B,), values (B, T) float64 relative to it, the last observed one (B, T) float32."""
+        count = state.count.unsqueeze(1) + observed.cumsum(1)
         first = torch.where(observed.any(1), observed.int().argmax(1), 0).unsqueeze(1)
         begins = (state.count == 0) & observed.any(1)
         centre = torch.where(begins, y.gather(1, first).squeeze(1).double(), state.centre)
         value = torch.where(observed, y.double() - centre.unsqueeze(1), 0.0)
-
-        # The last observed value at every row.
-        index = torch.where(observed, torch.arange(T, device=y.device), -1).cummax(1).values
+        index = torch.where(observed, torch.arange(y.shape[1], device=y.device), -1).cummax(1).values
         last = torch.where(index >= 0, value.float().gather(1, index.clamp(min=0)), state.last.unsqueeze(1))
+        return count, centre, value, last
+
+    def _after(
+        self,
+        state: ForecasterState,
+        centre: Tensor,
+        count: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        last: Tensor,
+        slots: Tensor,
+        observed: Tensor,
+        memory: tuple[PhaseMemory, ...],
+    ) -> ForecasterState:
+        """The state after T > 0 rows, from what held after the last of them; last (B, T), slots (B, T, G)."""
+        look_back = self.config.look_back
+        kept = torch.where(observed.unsqueeze(2), slots, -1).to(state.phases.dtype)
+        return ForecasterState(
+            centre,
+            count,
+            mean,
+            variance,
+            last[:, -1],
+            torch.cat([state.window, last], 1)[:, -look_back:],
+            torch.cat([state.phases, kept], 1)[:, -look_back:],
+            memory,
+            state.patches,
+        )
+
+    def track(
+        self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor
+    ) -> tuple[ForecasterState, Track]:
+        """`observe` without the blocks, with what held after each row."""
+        c = self.config
+        self._check_rows(y, observed, phase)
+        slots = phase.long()
+        count, centre, value, last = self._values(state, y, observed)
 
         # Running mean and variance are memories with one key and theta = 1 / count (Welford's recursion). They are carried state
         # too: without a carried memory they stand still once they are known as well as one look-back tells.
@@ -240,18 +319,13 @@ class Forecaster(nn.Module):
             held.append(held_now)
             visited.append(visits)
 
-        kept = torch.where(observed.unsqueeze(2), slots, -1).to(state.phases.dtype)
-        after = ForecasterState(
-            centre,
-            count[:, -1] if T else state.count,
-            mean[:, -1] if T else state.mean,
-            variance[:, -1] if T else state.variance,
-            last[:, -1] if T else state.last,
-            torch.cat([state.window, last], 1)[:, -c.look_back :],
-            torch.cat([state.phases, kept], 1)[:, -c.look_back :],
-            tuple(memory),
+        tracked = Track(last, mean, variance, tuple(held), tuple(visited))
+        if not y.shape[1]:
+            return state, tracked
+        after = self._after(
+            state, centre, count[:, -1], mean[:, -1], variance[:, -1], last, slots, observed, tuple(memory)
         )
-        return after, Track(last, mean, variance, tuple(held), tuple(visited))
+        return after, tracked
 
     def _write(
         self, season: Season, W: Tensor, key: Tensor, visits: Tensor, value: Tensor, observed: Tensor
@@ -282,190 +356,6 @@ class Forecaster(nn.Module):
                     write_slot(m, season.rates, slot.clamp(min=0), state.window[:, t], slot >= 0)
         return memory
 
-    def features(self) -> int:
-        """d: look-back, reads of every head, how far the last value is from the mean, and 1."""
-        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data for json.dumps; `from_json` builds the same configuration."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> ForecasterConfig:
-        """Raises ConfigError or TypeError for data of another shape."""
-        seasons = tuple(Season(rows=s["rows"], slots=s["slots"], rates=tuple(s["rates"])) for s in data["seasons"])
-        return cls(**{**data, "seasons": seasons, "quantiles": tuple(data["quantiles"])})
-
-
-class PhaseMemory(NamedTuple):
-    """The heads of one season: row memories W acting on one-hot keys, and how often each slot was written."""
-
-    W: Tensor  # (B, heads, 1, slots) float32, relative to the stream's centre
-    visits: Tensor  # (B, slots) float32
-
-
-@dataclass(frozen=True)
-class ForecasterState:
-    """All that a forecaster learns along a stream. Values are float32 relative to `centre`, so a high offset costs no precision."""
-
-    centre: Tensor  # (B,) float64, the first observed value (or the known mean)
-    count: Tensor  # (B,) float64, observed rows
-    mean: Tensor  # (B,) float64, running, relative to the centre
-    variance: Tensor  # (B,) float64, running
-    last: Tensor  # (B,) float32, last observed value
-    window: Tensor  # (B, L) float32, the look-back, oldest first; a missing row holds the last value before it
-    phases: Tensor  # (B, L, G) int16, slots of these rows; -1: the row was missing or never was
-    memory: tuple[PhaseMemory, ...]  # one a season
-
-
-class Track(NamedTuple):
-    """What held after each of T rows: the past of a stream as the windows of training need it."""
-
-    last: Tensor  # (B, T) float32
-    mean: Tensor  # (B, T) float64
-    variance: Tensor  # (B, T) float64
-    held: tuple[Tensor, ...]  # a season: (B, heads, T) float32, the memory at the slot of the row
-    visits: tuple[Tensor, ...]  # a season: (B, T) float32, writes to the slot of the row so far
-
-
-class Forecaster(nn.Module):
-    """`observe` writes rows, `forecast` reads; both are pure and need no autograd."""
-
-    line: Tensor
-    feature_mean: Tensor
-    feature_scale: Tensor
-    offsets: Tensor
-
-    def __init__(self, config: ForecasterConfig) -> None:
-        super().__init__()
-        self.config = config
-        d, horizon = config.features, config.horizon
-        self.register_buffer("line", torch.zeros(d, horizon))  # solved, not descended
-        self.register_buffer("feature_mean", torch.zeros(d))
-        self.register_buffer("feature_scale", torch.ones(d))
-        self.register_buffer("offsets", torch.zeros(horizon, len(config.quantiles)))
-        self.net: nn.Sequential | None = None
-        if config.hidden:
-            last = nn.Linear(config.hidden, horizon)
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
-            self.net = nn.Sequential(nn.Linear(d, config.hidden), nn.GELU(), nn.Dropout(config.dropout), last)
-        self.eval()
-
-    def initial_state(
-        self, n: int, mean: Tensor | None = None, deviation: Tensor | None = None, rows: float = 0.0
-    ) -> ForecasterState:
-        """n streams that have seen nothing; with `mean` and `deviation` (n,) they are known as well as after `rows` rows."""
-        c, device = self.config, self.line.device
-        zeros = torch.zeros(n, dtype=torch.float64, device=device)
-        return ForecasterState(
-            centre=zeros.clone() if mean is None else mean.to(zeros),
-            count=zeros + rows,
-            mean=zeros.clone(),
-            variance=zeros.clone() if deviation is None else deviation.to(zeros) ** 2,
-            last=torch.zeros(n, device=device),
-            window=torch.zeros(n, c.look_back, device=device),
-            phases=torch.full((n, c.look_back, len(c.seasons)), -1, dtype=torch.int16, device=device),
-            memory=tuple(
-                PhaseMemory(
-                    torch.zeros(n, len(s.rates), 1, s.slots, device=device), torch.zeros(n, s.slots, device=device)
-                )
-                for s in c.seasons
-            ),
-        )
-
-    def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> ForecasterState:
-        """Write T rows. y (B, T), observed (B, T) bool, phase (B, T, G): the slot of each row in each season.
-
-        A row that is not observed moves the look-back on and writes nothing. Any split of the rows over calls gives the
-        same state (to rounding). Raises ValueError for shapes that do not fit.
-        """
-        for at in range(0, y.shape[1], ROWS_AT_ONCE):
-            part = slice(at, at + ROWS_AT_ONCE)
-            state, _ = self.track(state, y[:, part], observed[:, part], phase[:, part])
-        return state
-
-    def track(
-        self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor
-    ) -> tuple[ForecasterState, Track]:
-        """`observe`, with what held after each row."""
-        c = self.config
-        if y.shape != observed.shape or phase.shape != (*y.shape, len(c.seasons)):
-            raise ValueError(
-                f"observe: y {tuple(y.shape)}, observed {tuple(observed.shape)} and phase {tuple(phase.shape)} must be "
-                f"(B, T), (B, T) and (B, T, {len(c.seasons)})"
-            )
-        B, T = y.shape
-        slots = phase.long()
-        seen_before = observed.cumsum(1)
-        count = state.count.unsqueeze(1) + seen_before
-        first = torch.where(observed.any(1), observed.int().argmax(1), 0).unsqueeze(1)
-        begins = (state.count == 0) & observed.any(1)
-        centre = torch.where(begins, y.gather(1, first).squeeze(1).double(), state.centre)
-        value = torch.where(observed, y.double() - centre.unsqueeze(1), 0.0)
-
-        # The last observed value at every row.
-        index = torch.where(observed, torch.arange(T, device=y.device), -1).cummax(1).values
-        last = torch.where(index >= 0, value.float().gather(1, index.clamp(min=0)), state.last.unsqueeze(1))
-
-        # Running mean and variance are memories with one key and theta = 1 / count (Welford's recursion). They are carried state
-        # too: without a carried memory they stand still once they are known as well as one look-back tells.
-        rate = 1.0 / count.clamp(1.0, c.level_rows)
-        scaled = observed if c.memory == "carried" else observed & (count <= c.look_back)
-        mean = _running(value, rate, scaled, state.mean)
-        before = torch.cat([state.mean.unsqueeze(1), mean[:, :-1]], 1)
-        variance = _running((value - before) * (value - mean), rate, scaled, state.variance)
-
-        memory, held, visited = [], [], []
-        for g, (season, m) in enumerate(zip(c.seasons, state.memory, strict=True)):
-            key = F.one_hot(slots[:, :, g], season.slots).float()  # (B, T, slots)
-            writes = observed if c.memory == "carried" else torch.zeros_like(observed)
-            written = key * writes.unsqueeze(2)
-            visits = (m.visits.unsqueeze(1) + written.cumsum(1)).gather(2, slots[:, :, g : g + 1]).squeeze(2)
-            held_now, W = self._write(season, m.W, key, visits, last, observed)
-            memory.append(PhaseMemory(W, m.visits + written.sum(1)))
-            held.append(held_now)
-            visited.append(visits)
-
-        kept = torch.where(observed.unsqueeze(2), slots, -1).to(state.phases.dtype)
-        after = ForecasterState(
-            centre,
-            count[:, -1] if T else state.count,
-            mean[:, -1] if T else state.mean,
-            variance[:, -1] if T else state.variance,
-            last[:, -1] if T else state.last,
-            torch.cat([state.window, last], 1)[:, -c.look_back :],
-            torch.cat([state.phases, kept], 1)[:, -c.look_back :],
-            tuple(memory),
-        )
-        return after, Track(last, mean, variance, tuple(held), tuple(visited))
-
-    def _write(
-        self, season: Season, W: Tensor, key: Tensor, visits: Tensor, value: Tensor, observed: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rows into the heads of one season: what each row's slot holds afterwards (B, heads, T), and the new W."""
-        heads = len(season.rates)
-        if self.config.memory != "carried":
-            return (W.squeeze(2) @ key.mT).contiguous(), W
-        k = key.unsqueeze(1).expand(-1, heads, -1, -1)
-        v = value.unsqueeze(1).unsqueeze(3).expand(-1, heads, -1, -1)
-        rates = torch.tensor(season.rates, device=W.device).view(1, heads, 1)
-        # A young slot averages: its first write is the value itself, the second the mean of two, until the rate is reached.
-        theta = torch.maximum(rates, 1.0 / visits.clamp(min=1.0).unsqueeze(1))
-        y, after = linear_exact(k, k, v, theta, None, None, MatrixState(W, torch.zeros_like(W)), write=observed)
-        return y.squeeze(3), after.W
-
-    def _memory(self, state: ForecasterState) -> tuple[PhaseMemory, ...]:
-        """The memories a forecast reads: as carried, or begun anew and written with the rows of the look-back."""
-        if self.config.memory != "window":
-            return state.memory
-        memory = tuple(PhaseMemory(m.W.clone(), m.visits.clone()) for m in state.memory)
-        for t in range(self.config.look_back):
-            for g, (season, m) in enumerate(zip(self.config.seasons, memory, strict=True)):
-                slot = state.phases[:, t, g].long()
-                write_slot(m, season.rates, slot.clamp(min=0), state.window[:, t], slot >= 0)
-        return memory
-
     def features(self, state: ForecasterState, future_phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What a forecast is made from: (B, d), the level (B, 1) it is relative to, and the unit (B, 1); future_phase (B, H, G)."""
         reads = []
@@ -473,7 +363,8 @@ class Forecaster(nn.Module):
             slots = self.read_slots(future_phase, g)
             held = memory.W.squeeze(2).gather(2, slots.unsqueeze(1).expand(-1, len(season.rates), -1))
             reads.append((held, memory.visits.gather(1, slots)))
-        x, level, unit = self.assemble(state.window, reads, state.last, state.mean, state.variance)
+        blocks = None if self.patches is None or state.patches is None else self.patches.read(state.patches)
+        x, level, unit = self.assemble(state.window, reads, state.last, state.mean, state.variance, blocks)
         return x, state.centre.unsqueeze(1) + level, unit
 
     def read_slots(self, future_phase: Tensor, season: int) -> Tensor:
@@ -482,11 +373,18 @@ class Forecaster(nn.Module):
         return future_phase[:, :: s.stride, season][:, : s.reads(self.config.horizon)].long()
 
     def assemble(
-        self, window: Tensor, reads: list[tuple[Tensor, Tensor]], last: Tensor, mean: Tensor, variance: Tensor
+        self,
+        window: Tensor,
+        reads: list[tuple[Tensor, Tensor]],
+        last: Tensor,
+        mean: Tensor,
+        variance: Tensor,
+        blocks: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(N, d) features, level (N, 1) float64 relative to the centre, unit (N, 1) float64 (0 for a constant stream).
 
-        window (N, L), reads: a season's held values (N, heads, reads) and visits (N, reads); last, mean, variance (N,).
+        window (N, L), reads: a season's held values (N, heads, reads) and visits (N, reads); last, mean, variance (N,); blocks (N, H):
+        what the blocks over patches say.
         """
         middle, level = mean.float().unsqueeze(1), last.unsqueeze(1)
         parts = [window]
@@ -494,9 +392,13 @@ class Forecaster(nn.Module):
             # A slot that was never written knows no more than the mean of the stream.
             parts.append(torch.where(visits.unsqueeze(1) > 0, held, middle.unsqueeze(2)).flatten(1))
         unit = variance.clamp(min=0.0).sqrt().unsqueeze(1)
+        scale = torch.where(unit > 0, unit, 1.0).float()
+        columns = [(torch.cat(parts, 1) - level) / scale]
+        if blocks is not None:
+            columns.append(blocks)
         # The gap is the pull back to where the stream lives.
-        x = torch.cat([torch.cat(parts, 1) - level, level - middle], 1) / torch.where(unit > 0, unit, 1.0).float()
-        return torch.cat([x, x.new_ones(x.shape[0], 1)], 1), level.double(), unit
+        x = torch.cat([*columns, (level - middle) / scale, level.new_ones(level.shape)], 1)
+        return x, level.double(), unit
 
     def centre_of(self, x: Tensor) -> Tensor:
         """Features (N, d) -> expected values (N, H), relative to the level and in its unit."""

@@ -16,11 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import dispatch, linear
+from kernels.features import polynomial, taylor_coefficients
 from kernels.heads import convolve, next_tail, unit
+from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
-from kernels.network import Network, output
+from kernels.muon import AtlasState, atlas, atlas_state
+from kernels.network import MATRIX, Network, output
+from kernels.omega import OmegaState, omega_exact, omega_state
 from titans_core.config import MemoryConfig
+
+MUON_STEP = 0.02  # bound of theta for Muon, whose writes have a spectral norm of about theta whatever the surprise (papers B.4)
 
 
 class RMSNorm(nn.Module):
@@ -49,7 +55,7 @@ class CausalConv(nn.Module):
         return convolve(x, tail, self.weight), next_tail(x, tail)
 
 
-Memory = MatrixState | StaleState | DeepState
+Memory = MatrixState | OmegaState | StaleState | DeepState | AtlasState
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,24 @@ class MemoryState:
     conv: Tensor  # (B, conv - 1, 3 D)
 
 
+def _lags(config: MemoryConfig) -> nn.Linear:
+    """The window's gates: one a head and lag, the newest token's open, older ones less and less (papers B.2)."""
+    lags = nn.Linear(config.dim, config.heads * config.window)
+    nn.init.zeros_(lags.weight)
+    with torch.no_grad():
+        lags.bias.copy_(torch.linspace(2.0, -2.0, config.window).repeat(config.heads))
+    return lags
+
+
 class NeuralMemory(nn.Module):
     """Long-term memory layer (Titans section 3.1; defaults of papers A.1, A.8 and E.2).
 
-    Keys and queries: linear, convolution, SiLU, unit length (times sqrt(d) for an MLP memory, which unit keys would keep
-    in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory layer: alpha = sigmoid (forget), eta = sigmoid
-    (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact form stays finite for unit keys, divided by the
-    chunk where the gradient is taken at the chunk's start, and by d where the keys are longer.
+    Keys and queries: linear, convolution, SiLU, unit length, polynomial features if any (times the root of their number for an
+    MLP memory, which unit keys would keep in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory
+    layer: alpha = sigmoid (forget), eta = sigmoid (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact
+    form stays finite for unit keys, divided by the chunk where the gradient is taken at the chunk's start, by the squared length of
+    longer keys, and by the sum of the window's gates. Muon writes the direction
+    of the momentum alone: theta = sigmoid * min(0.02, 1 / chunk).
     Output: per-head RMSNorm, gate SiLU(x W_g), projection.
     """
 
@@ -76,29 +93,30 @@ class NeuralMemory(nn.Module):
         dim, heads, width = config.dim, config.heads, config.width
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.conv = CausalConv(3 * dim, config.conv)
-        self.matrix = config.rule in ("exact", "stale")
-        if self.matrix:
-            shapes = [(width, width)]
-        elif config.rule == "gated":
-            shapes = [(config.expansion * width, width)] * 2 + [(width, config.expansion * width)]
+        self.matrix, gated = config.matrix, config.rule in ("gated", "atlas++")
+        if gated:
+            shapes = [(config.expansion * width, config.features)] * 2 + [(width, config.expansion * width)]
         else:
-            sizes = [width, *[config.expansion * width] * (config.depth - 1), width]
+            hidden = 0 if self.matrix else config.depth - 1
+            sizes = [config.features, *[config.expansion * width] * hidden, width]
             shapes = list(zip(sizes[1:], sizes[:-1], strict=True))
         self.init = nn.ParameterList(
             torch.zeros(heads, *shape) if self.matrix else torch.randn(heads, *shape) / math.sqrt(shape[1]) for shape in shapes
         )
         hybrid = config.rule == "hybrid"
-        self.network = Network(norm=not hybrid, gated=config.rule == "gated", unit_hidden=hybrid)
+        # Features have another width than values: the residual then goes around them, from the key itself (papers B.3).
+        self.network = MATRIX if self.matrix else Network(norm=not hybrid, gated=gated, unit_hidden=hybrid, residual=config.degree == 1)
+        self.outer_residual = not self.matrix and config.degree > 1
+        self.length = 1.0 if self.matrix or config.degree > 1 else math.sqrt(width)  # of a key and a query
+        if config.degree > 1:
+            self.coefficients = nn.Parameter(taylor_coefficients(config.degree).repeat(heads, 1))
         self.layers = len(shapes)
         self.gates = nn.Linear(dim, 3 * heads * self.layers)
         nn.init.zeros_(self.gates.weight)
         with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
             self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(heads * self.layers))
-        if config.window > 1:  # the newest token's gate is open, older ones less and less (papers B.2)
-            self.lags = nn.Linear(dim, heads * config.window)
-            nn.init.zeros_(self.lags.weight)
-            with torch.no_grad():
-                self.lags.bias.copy_(torch.linspace(2.0, -2.0, config.window).repeat(heads))
+        if config.window > 1:
+            self.lags = _lags(config)
         self.gate = nn.Linear(dim, dim, bias=False)
         self.norm = RMSNorm(width)
         self.out = nn.Linear(dim, dim, bias=False)
@@ -107,9 +125,13 @@ class NeuralMemory(nn.Module):
         """Streams that have seen nothing: the learned initial memory, no momentum, an empty convolution."""
         config, init = self.config, tuple(self.init)
         tail = init[0].new_zeros(batch, config.conv - 1, 3 * config.dim)
+        if config.muon:
+            return MemoryState(atlas_state(init, batch, config.window), tail)
         if not self.matrix:
             return MemoryState(deep_state(init, batch, config.window), tail)
         start = torch.zeros_like(init[0]) if config.decay_to_init else init[0]
+        if config.rule == "exact" and config.window > 1:
+            return MemoryState(omega_state(start, batch, config.window), tail)
         if config.rule == "exact":
             return MemoryState(linear.matrix_state(start, batch), tail)
         return MemoryState(linear.stale_state(start, batch, config.window), tail)
@@ -118,10 +140,16 @@ class NeuralMemory(nn.Module):
         """(B, T, D) -> (B, H, T, d)."""
         return x.unflatten(-1, (self.config.heads, self.config.width)).transpose(1, 2)
 
-    def _keys(self, x: Tensor) -> Tensor:
-        """Keys or queries (B, H, T, d) from their convolved projection (B, T, D)."""
-        rows = unit(self._heads(x))
-        return rows if self.matrix else rows * math.sqrt(self.config.width)
+    def _features(self, rows: Tensor) -> Tensor:
+        """What the memory sees of keys or queries (B, H, T, d): (B, H, T, features)."""
+        if self.config.degree == 1:
+            return rows
+        rows = polynomial(rows, self.coefficients)
+        return rows if self.matrix else rows * math.sqrt(self.config.features)
+
+    def _residual(self, rows: Tensor) -> Tensor:
+        """What an MLP over features adds to unit queries' reads, and regresses beside for unit keys (B, H, T, d)."""
+        return rows * math.sqrt(self.config.width)
 
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """Reads (B, H, T, d) and layer input (B, T, D) -> layer output (B, T, D)."""
@@ -135,38 +163,60 @@ class NeuralMemory(nn.Module):
         gates = torch.sigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
         gates = gates.unflatten(-1, (3, config.heads, self.layers)).permute(2, 0, 3, 1, 4)  # (3, B, H, T, layers)
         alpha, eta, theta = gates.squeeze(-1) if self.matrix else gates
-        theta = (1 - eta) * theta if config.momentum else theta
-        # E.2: a gradient taken at the chunk's start serves up to `chunk` tokens, so its step has to be that much smaller.
-        theta = theta / ((1 if config.rule == "exact" else config.chunk) * (1 if self.matrix else config.width))
+        if config.muon:  # S is not scaled by theta, so momentum does not lengthen a write; a chunk moves no weight by more than one
+            theta = theta * min(MUON_STEP, 1 / config.chunk)
+        else:
+            theta = (1 - eta) * theta if config.momentum else theta
+            # E.2: a gradient taken at the chunk's start serves up to `chunk` tokens, so its step has to be that much smaller.
+            theta = theta / ((1 if config.rule == "exact" else config.chunk) * (1 if self.matrix else config.features))
         return theta, eta if config.momentum else None, alpha if config.decay else None
 
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
         u = self.qkv(x)
-        length = 1.0 if self.matrix else math.sqrt(config.width)
-        q, k, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, length)
-        tail = next_tail(u, state.conv)
+        q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)
+        q, k, tail = self._features(q_rows), self._features(k_rows), next_tail(u, state.conv)
         theta, eta, alpha = self._gates(x)
         gamma = None
         if config.window > 1:
             gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+            if not config.muon:
+                # A write descends the sum of the window's losses: with the step of one token's, c equal keys would diverge.
+                total = gamma.sum(-1).clamp(min=1.0)
+                theta = theta / (total if self.matrix else total.unsqueeze(-1))
         old, memory = state.memory, state.memory
-        if isinstance(old, DeepState):
+        init = tuple(self.init) if config.decay_to_init else None
+        if self.outer_residual:
+            v = v - self._residual(k_rows)
+        # A matrix memory with gradients holds its deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
+        deviation = init is not None and not isinstance(old, DeepState | AtlasState)
+        if deviation:
+            v = v - k @ self.init[0].mT
+        if isinstance(old, AtlasState):
+            y, memory = atlas(
+                q, k, v, theta, eta, alpha, old, init=init, chunk=config.chunk, every=config.muon_every,
+                network=self.network, read=config.read, gamma=gamma,
+            )  # fmt: skip
+            # Until its first write a chunk's weights are its anchor, one tensor: a state that is saved or moved holds each by itself.
+            memory = memory._replace(anchor=tuple(a.clone() for a in memory.anchor))
+        elif isinstance(old, DeepState):
             y, memory = dispatch.deep(
-                q, k, v, theta, eta, alpha, old, init=tuple(self.init) if config.decay_to_init else None, chunk=config.chunk,
+                q, k, v, theta, eta, alpha, old, init=init, chunk=config.chunk,
                 network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
             )  # fmt: skip
-            return self._output(y, x), MemoryState(memory, tail)
-        if config.decay_to_init:
-            # The memory holds the deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
-            v = v - k @ self.init[0].mT
-        if isinstance(old, StaleState):
+        elif isinstance(old, StaleState):
             y, memory = dispatch.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
+        elif isinstance(old, OmegaState):
+            assert gamma is not None
+            chunk = max(1, config.chunk // config.window)  # a chunk solves a row for each token and lag; the result is the same
+            y, memory = omega_exact(q, k, v, theta, eta, alpha, gamma, old, chunk=chunk, read=config.read)
         else:
             y, memory = dispatch.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
-        if config.decay_to_init:
+        if deviation:
             y = y + q @ self.init[0].mT
+        if self.outer_residual:
+            y = y + self._residual(q_rows)
         return self._output(y, x), MemoryState(memory, tail)
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,9 +225,77 @@ class NeuralMemory(nn.Module):
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
         """
         mixed, tail = self.conv(self.qkv(x), tail)
-        q = self._keys(F.silu(mixed).chunk(3, dim=-1)[0])
-        if isinstance(memory, DeepState):
+        rows = unit(self._heads(F.silu(mixed).chunk(3, dim=-1)[0])) * self.length
+        q = self._features(rows)
+        if isinstance(memory, DeepState | AtlasState):
             y = output(memory.W, q, self.network)
         else:
             y = q @ (memory.W + self.init[0] if self.config.decay_to_init else memory.W).mT
+        if self.outer_residual:
+            y = y + self._residual(rows)
         return self._output(y, x), tail
+
+
+@dataclass(frozen=True)
+class KernelMemoryState:
+    """A row for each token so far, and the convolution's last inputs."""
+
+    memory: KernelState
+    conv: Tensor  # (B, conv - 1, 3 D)
+
+
+class KernelMemory(nn.Module):
+    """A matrix memory over the infinite features of exp: DeepTransformer, SWDT or Dot (ATLAS section 4; papers B.6), in exact form.
+
+    Projections, convolution and output are those of NeuralMemory. Keys and queries have unit length, and tau, learned by head, scales
+    their product: the kernel is exp(tau q.k). Gates of Dot, per token and head: alpha = sigmoid (forget), theta = sigmoid / exp(tau),
+    divided by the sum of the window's gates: the bound of unit keys, for keys whose squared length is exp(tau).
+    The state holds a key, a row and a value of every token, as full attention's does; so does SWDT's, whose window says how often
+    a token is written and not how long it is kept.
+    """
+
+    def __init__(self, kind: str, config: MemoryConfig) -> None:
+        super().__init__()
+        self.kind, self.config = kind, config
+        dim, heads = config.dim, config.heads
+        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.conv = CausalConv(3 * dim, config.conv)
+        self.log_tau = nn.Parameter(torch.zeros(heads))
+        if kind == "dot":
+            self.gates = nn.Linear(dim, (1 + config.decay) * heads)
+            nn.init.zeros_(self.gates.weight)
+            with torch.no_grad():  # sigmoid of theta 0.5, alpha 0.02
+                self.gates.bias.copy_(torch.tensor([0.0, math.log(0.02 / 0.98)])[: 1 + config.decay].repeat_interleave(heads))
+        if kind == "swdt" or (kind == "dot" and config.window > 1):
+            self.lags = _lags(config)
+        self.gate = nn.Linear(dim, dim, bias=False)
+        self.norm = RMSNorm(config.width)
+        self.out = nn.Linear(dim, dim, bias=False)
+
+    def initial_state(self, batch: int) -> KernelMemoryState:
+        """Streams that have seen nothing."""
+        config = self.config
+        keys, rows, values = (self.log_tau.new_zeros(batch, config.heads, 0, config.width) for _ in range(3))
+        return KernelMemoryState(KernelState(keys, rows, values), keys.new_zeros(batch, config.conv - 1, 3 * config.dim))
+
+    def forward(self, x: Tensor, state: KernelMemoryState) -> tuple[Tensor, KernelMemoryState]:
+        """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
+        config, u = self.config, self.qkv(x)
+        q, k, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, 1.0)
+        tau = self.log_tau.exp()[:, None, None]
+        q, k = q * tau.sqrt(), k * tau.sqrt()
+        gamma = None
+        if hasattr(self, "lags"):
+            gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+        if self.kind == "dot":
+            theta, *forget = torch.sigmoid(self.gates(x)).unflatten(-1, (-1, config.heads)).permute(2, 0, 3, 1)  # each (B, H, T)
+            theta = theta / tau.squeeze(-1).exp()
+            if gamma is not None:
+                theta = theta / gamma.sum(-1).clamp(min=1.0)
+            y, memory = dot(q, k, v, theta, forget[0] if forget else None, state.memory, gamma=gamma)
+        elif gamma is not None:
+            y, memory = swdt(q, k, v, gamma, state.memory)
+        else:
+            y, memory = deep_transformer(q, k, v, state.memory)
+        out = self.out(dispatch.gated_norm(y, self.gate(x), self.norm.weight))
+        return out, KernelMemoryState(memory, next_tail(u, state.conv))

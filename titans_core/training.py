@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans_core.forecaster import ROWS_AT_ONCE, Forecaster, ForecasterState, PhaseMemory
+from titans_core.patches import PatchMemory, PatchRows, fit_patches
 from titans_core.state import map_state
 
 ORIGINS_AT_ONCE = 512  # origins whose features are made in one batch
@@ -71,6 +72,8 @@ def replay(
     seen = torch.where(rows.observed.unsqueeze(2), rows.phase[:, :T], -1)
     counts = start.count.unsqueeze(1) + rows.observed.cumsum(1)
     series = torch.arange(S).unsqueeze(0)
+    past = _patch_rows(rows, last, mean, variance)
+    corrections = None if model.patches is None else _corrections(model.patches, past)
 
     def block(t: Tensor) -> Windows:
         """The windows at origins t (n,), for all series: N = n S."""
@@ -101,7 +104,8 @@ def replay(
                 values = torch.where(known.unsqueeze(2), values, begun)
                 times = torch.where(known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots])
                 reads.append((values.flatten(0, 1), times.flatten(0, 1)))
-            x, level, unit = model.assemble(window, reads, *at_origin)
+            blocks = None if corrections is None else corrections(t)
+            x, level, unit = model.assemble(window, reads, at_origin[0], at_origin[1], at_origin[2], blocks)
         scale = torch.where(unit > 0, unit, 1.0)
         origin_level = level + state.centre.repeat(len(t)).unsqueeze(1)
         y = padded.unfold(1, c.horizon, 1)[:, t].transpose(0, 1).flatten(0, 1)
@@ -115,6 +119,65 @@ def replay(
         names = [f.name for f in dataclasses.fields(Windows)]
         groups.append(Windows(*(torch.cat([getattr(p, name) for p in parts]) for name in names)))
     return groups, state
+
+
+def _patch_rows(rows: Rows, last: Tensor, mean: Tensor, variance: Tensor) -> PatchRows:
+    T = rows.y.shape[1]
+    return PatchRows(last, rows.observed, mean.float(), variance.clamp(min=0.0).sqrt().float(), rows.phase[:, :T])
+
+
+def _corrections(patches: PatchMemory, past: PatchRows) -> Callable[[Tensor], Tensor]:
+    """What the blocks say at origins (n,), for all series: (n S, H), origin by origin. A series begins at its first observed row."""
+    P, S = patches.config.rows, past.rows.shape[0]
+    starts = past.observed.int().argmax(1)
+    outputs: list[Tensor | None] = [None] * S
+    for start in starts.unique().tolist():
+        index = (starts == start).nonzero(as_tuple=True)[0]
+        fields = [getattr(past, f.name)[index, start:] for f in dataclasses.fields(past)]
+        inputs = patches.tokens(0, fields[0].new_zeros(len(index), P), *fields)
+        output, _ = patches.backbone(patches.embed(inputs), patches.backbone.initial_state(len(index)))
+        for i, one in zip(index.tolist(), output, strict=True):
+            outputs[i] = one
+
+    def at(t: Tensor) -> Tensor:
+        said = []
+        for i, one in enumerate(outputs):
+            seen = t - starts[i]
+            full = seen >= P
+            token = torch.where(full, seen // P - 1, 0)
+            assert one is not None
+            read = patches.correction(one[token], seen.clamp(min=0) % P) if len(one) else t.new_zeros(len(t), patches.last.out_features)
+            said.append(torch.where(full.unsqueeze(1), read, 0.0))
+        return torch.stack(said, 1).flatten(0, 1)
+
+    return at
+
+
+def learn_patches(
+    model: Forecaster, state: ForecasterState, rows: Rows, known: Tensor, judged: Tensor, *, epochs: int, seed: int
+) -> bool:
+    """Train the blocks on what line and network leave over; False: nothing that helps on the judged origins was found, and they stay mute.
+
+    known, judged: row counts of the origins to learn from and to be judged by (validation). When True the line has been told to add what
+    the blocks say; windows made before are out of date.
+    """
+    patches = model.patches
+    assert patches is not None
+    T, c = rows.y.shape[1], model.config
+    with torch.no_grad():
+        (windows,), _ = replay(model, state, rows, [torch.cat([known, judged])])
+        left = torch.full((rows.y.shape[0], T, c.horizon), torch.nan)
+        each = torch.cat([windows.y[at : at + 4096] - model.centre_of(windows.x[at : at + 4096]) for at in range(0, len(windows.x), 4096)])
+        left[:, torch.cat([known, judged]) - 1] = each.unflatten(0, (-1, rows.y.shape[0])).transpose(0, 1)
+        _, track = model.track(state, rows.y, rows.observed, rows.phase[:, :T])
+        past = _patch_rows(rows, track.last, track.mean, track.variance)
+    masks = [torch.zeros(T, dtype=torch.bool).index_fill(0, at - 1, True) for at in (known, judged)]
+    found = fit_patches(patches, past, left, *masks, epochs=epochs, seed=seed)
+    if min(found) == found[0]:
+        return False
+    with torch.no_grad():
+        model.line[-2 - c.horizon : -2] = torch.eye(c.horizon)  # before the gap and the 1
+    return True
 
 
 def _newest(slots: Tensor, count: int) -> Tensor:
@@ -169,7 +232,7 @@ class _Moments(NamedTuple):
     gram: Tensor  # (d, d) float64, X'X
     cross: Tensor  # (d, H) float64, X'Y
     square: float  # sum of y^2
-    count: int
+    count: int  # type: ignore[assignment]  # windows, not tuple.count
 
 
 def _moments(x: Tensor, y: Tensor) -> _Moments:

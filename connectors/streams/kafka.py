@@ -28,7 +28,7 @@ def _client() -> Any:
 
 
 def parse_address(address: str) -> tuple[str, str, dict[str, str]]:
-    """`kafka://HOST:PORT[,HOST:PORT]/TOPIC?group=NAME` -> servers, topic, options."""
+    """`kafka://HOST:PORT[,HOST:PORT]/TOPIC?group=NAME&partitions=0,2` -> servers, topic, options."""
     parts = urlsplit(address)
     topic = parts.path.strip("/")
     if parts.scheme != "kafka" or not parts.netloc or not topic or "/" in topic:
@@ -36,8 +36,19 @@ def parse_address(address: str) -> tuple[str, str, dict[str, str]]:
     return parts.netloc, topic, {name: values[-1] for name, values in parse_qs(parts.query).items()}
 
 
+def _chosen(text: str | None, existing: list[int], topic: str) -> list[int]:
+    if text is None:
+        return existing
+    parts = text.split(",")
+    if not all(part.isdigit() and int(part) in existing for part in parts):
+        raise UserError(f"partitions '{text}' do not fit: the topic '{topic}' has {existing}")
+    return sorted({int(part) for part in parts})
+
+
 class KafkaSource:
-    """All partitions of one topic, JSON values. Positions: `TOPIC[PARTITION]` -> next offset.
+    """The partitions of one topic, JSON values. Positions: `TOPIC[PARTITION]` -> next offset.
+
+    `?partitions=0,2` in the address takes only these: several workers, each with its own checkpoint, share a topic so.
 
     The broker's consumer group is only told how far the worker got, for lag displays; the checkpoint decides where
     reading goes on, so a group rebalance can neither lose nor repeat an event.
@@ -73,7 +84,8 @@ class KafkaSource:
             raise UserError(f"cannot reach the broker at {servers}: {error.args[0].str()}") from error
         if found.error is not None or not found.partitions:
             raise UserError(f"the broker at {servers} has no topic '{self.topic}'")
-        self.next = {number: 0 for number in sorted(found.partitions)}
+        chosen = _chosen(options.get("partitions"), sorted(found.partitions), self.topic)
+        self.next = dict.fromkeys(chosen, 0)
         self.ends: dict[int, int] = {}
         for number in self.next:
             low, high = self._watermarks(number)

@@ -405,8 +405,9 @@ class Layer:
         momentum: bool = True,
         decay: bool = True,
     ) -> None:
-        def columns(weight: Tensor) -> Tensor:  # the kernels want whole vectors
-            return torch.nn.functional.pad(weight.detach().mT, [0, -weight.shape[0] % 16]).contiguous()
+        def columns(weight: Tensor) -> Tensor:  # an odd number of whole vectors a row: rows then fall into different cache sets
+            wide = (-(-weight.shape[0] // 16) | 1) * 16
+            return torch.nn.functional.pad(weight.detach().mT, [0, wide - weight.shape[0]]).contiguous()
 
         outer = (None if x is None else x.detach() for x in _outer(init, affine, network))
         self._call = _ops().layer.default

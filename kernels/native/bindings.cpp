@@ -305,7 +305,7 @@ static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor
 }
 
 // x (B, T, D) -> y (B, T, D). project (D, 4 D + 3 H L) = [W_qkv | W_gate | W_gates]^T and out (D, D) = W_out^T, each with its rows padded with zeros
-// to whole vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
+// to an odd number of vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
 static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase, Tensor y, Tensor project, Tensor conv, Tensor bias,
                        Tensor norm, Tensor output, Maybe init1, Maybe init2, Maybe scale, Maybe shift, int64_t heads, double length,
                        double divisor, bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps) {
@@ -316,7 +316,7 @@ static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase,
   STD_TORCH_CHECK(c.matrix || (state.size() == 6 && phase), "tethys_native: state is W, S or W1, W2, S1, S2, A1, A2 with phase");
   c.layers = c.matrix ? 1 : 2, c.momentum = momentum, c.decay = decay, c.divisor = (float)divisor;
   int64_t B = x.size(0), T = x.size(1), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
-  int64_t width = (4 * D + 3 * H * L + 15) / 16 * 16, wide = (D + 15) / 16 * 16;
+  int64_t width = ((4 * D + 3 * H * L + 15) / 16 | 1) * 16, wide = ((D + 15) / 16 | 1) * 16;
   c.width = width, c.wide = wide;
   c.x = dense(x, "x", B * T * D), c.y = (float*)dense(y, "y", B * T * D);
   c.project = dense(project, "project", D * width), c.output = dense(output, "out", D * wide);
@@ -372,7 +372,7 @@ static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase,
     for (int64_t b = 0; b < B; ++b) at[b] = (at[b] + T) % chunk;
   }
   if (!one) return;
-  if (wide == D) return g_core->product(B, D, D, o, D, c.output, D, c.y, D);
+  if (D % 16 == 0) return g_core->product(B, D, D, o, D, c.output, wide, c.y, D);
   g_core->product(B, wide, D, o, D, c.output, wide, result, wide);
   for (int64_t b = 0; b < B; ++b) memcpy(c.y + b * D, result + b * wide, D * 4);
 }

@@ -78,7 +78,7 @@ void layer_forward(const tethys::StepCall& call, long begin, long end) {
     }
     for (long t = 0; t < T; t += tile) {
       long n = T - t < tile ? T - t : tile;
-      gemm<false>(n, c.width, D, c.x + (i * T + t) * D, D, c.project, c.width, p, c.width, SET);
+      gemm<false>(n, pad(4 * D + gates), D, c.x + (i * T + t) * D, D, c.project, c.width, p, c.width, SET);
       for (long r = 0; r < n; ++r) {
         float* to = g + r * gw;
         for (long x = 0; x < gw; x += VL) store(to + x, Logistic(load(p + r * c.width + 4 * D + x) + load(bias + x)).sigmoid);
@@ -106,8 +106,8 @@ void layer_forward(const tethys::StepCall& call, long begin, long end) {
       if (!c.matrix) phase = (phase + n) % chunk;
       c.gate.T = n;
       gate_forward(c.gate, 0, H);
-      if (c.wide == D) {
-        gemm<false>(n, D, D, o, D, c.output, D, c.y + (i * T + t) * D, D, SET);
+      if (D % VL == 0) {
+        gemm<false>(n, D, D, o, D, c.output, c.wide, c.y + (i * T + t) * D, D, SET);
       } else {
         gemm<false>(n, c.wide, D, o, D, c.output, c.wide, result, c.wide, SET);
         for (long r = 0; r < n; ++r) memcpy(c.y + (i * T + t + r) * D, result + r * c.wide, D * 4);

@@ -41,8 +41,8 @@ def natural_cycles(frequency: str) -> tuple[int, ...]:
     if unit == "w":
         return (52,) if count == 1 else ()
     spans = [_DAY, _WEEK] if step >= _MINUTE else [_HOUR, _DAY]
-    rows = [span / step for span in spans]
-    return tuple(int(r) for r in rows if r > 1 and float(r).is_integer())
+    counts = [span / step for span in spans]
+    return tuple(int(r) for r in counts if r > 1 and float(r).is_integer())
 
 
 def default_seasons(frequency: str, rows: int) -> tuple[Season, ...]:

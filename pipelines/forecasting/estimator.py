@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -23,9 +23,23 @@ from sklearn.base import BaseEstimator
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import default_seasons, phases
 from pipelines.windows import Panel, continue_grid, panel, read_panel
+from titans_core.config import Mixer, Rule
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
+from titans_core.patches import PatchConfig
 from titans_core.state import from_bytes, replace, select, stack, to_bytes
-from titans_core.training import Line, Rows, Training, Windows, calibrate, fit_line, fit_network, initial_memory, replay
+from titans_core.training import (
+    Line,
+    Rows,
+    Training,
+    Windows,
+    calibrate,
+    fit_line,
+    fit_network,
+    initial_memory,
+    learn_patches,
+    replay,
+    validation_error,
+)
 
 # Enough windows for a few hundred weights a step; more cost time and memory and change little.
 MAX_WINDOWS = 60_000
@@ -37,7 +51,8 @@ CONFIG_VERSION = 1
 class TitansForecaster(BaseEstimator):
     """Parameters: horizon and look_back in rows; memory `carried`, `window` or `frozen`; hidden units of the network (0: a line only);
     quantiles in rising order; valid_share of the rows, at the end, choose the settings and calibrate the quantiles; epochs and seed of
-    the network; frequency of the series (inferred where None).
+    the network; frequency of the series (inferred where None). blocks: Titans blocks (`lmm`, `mac`, `mag`, `mal` ...) over patches of
+    patch_rows rows, with memories of the given rule; they are kept only where they help on validation.
 
     After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
     """
@@ -53,6 +68,9 @@ class TitansForecaster(BaseEstimator):
         epochs: int = 8,
         seed: int = 0,
         frequency: str | None = None,
+        blocks: tuple[Mixer, ...] = (),
+        patch_rows: int = 8,
+        rule: Rule = "exact",
     ) -> None:
         self.horizon = horizon
         self.look_back = look_back
@@ -63,6 +81,9 @@ class TitansForecaster(BaseEstimator):
         self.epochs = epochs
         self.seed = seed
         self.frequency = frequency
+        self.blocks = blocks
+        self.patch_rows = patch_rows
+        self.rule = rule
 
     def fit(self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None) -> TitansForecaster:
         """Train on a long frame (`unique_id, ds, y`) or a panel. progress(epoch, epochs, error) is called after each epoch.
@@ -87,6 +108,7 @@ class TitansForecaster(BaseEstimator):
             memory=self.memory,
             hidden=self.hidden,
             quantiles=tuple(self.quantiles),
+            patches=PatchConfig(rows=self.patch_rows, layers=tuple(self.blocks), rule=self.rule) if self.blocks else None,
         )
         self.frequency_, self.ids_ = table.frequency, table.ids
         chosen = np.random.default_rng(self.seed).permutation(len(y))[:MAX_SERIES]
@@ -107,6 +129,9 @@ class TitansForecaster(BaseEstimator):
         settings = Training(epochs=self.epochs, seed=self.seed)
         tell = None if progress is None else (lambda epoch, error: progress(epoch, 2 * self.epochs, error))
         self.valid_error_ = fit_network(self.forecaster_, self.line_, train_windows, valid_windows, settings, tell)
+        if self.blocks and learn_patches(model, start, rows, train, valid, epochs=2 * self.epochs, seed=self.seed):
+            (valid_windows,), _ = replay(model, start, rows, [valid])
+            self.valid_error_ = validation_error(model, valid_windows.x, valid_windows.y)
         calibrate(self.forecaster_, valid_windows)
         self.state_, self.last_ds_ = self._read(self.forecaster_, table)
         return self
@@ -152,7 +177,7 @@ class TitansForecaster(BaseEstimator):
                     raise UserError(
                         f"series {name!r}: the update begins at {ds[0]}, but its memory has read up to {before}: send only later rows"
                     )
-                gap = int((_steps_between(before, ds[0], self.frequency_))) - 1
+                gap = int(_steps_between(before, ds[0], self.frequency_)) - 1
                 if gap:
                     ds = np.concatenate([continue_grid(before, self.frequency_, gap), ds])
                     y = np.concatenate([np.full(gap, np.nan), y])
@@ -242,7 +267,7 @@ class TitansForecaster(BaseEstimator):
             "format_version": CONFIG_VERSION,
             "model": "forecaster",
             "frequency": self.frequency_,
-            "parameters": {**self.get_params(), "quantiles": list(self.quantiles)},
+            "parameters": {**self.get_params(), "quantiles": list(self.quantiles), "blocks": list(self.blocks)},
             "forecaster": self.forecaster_.config.to_json(),
             "line": {k: v for k, v in dataclasses.asdict(self.line_).items() if math.isfinite(v)},
             "valid_error": self.valid_error_,
@@ -256,10 +281,13 @@ class TitansForecaster(BaseEstimator):
                 f"{weights}: the configuration beside it is of model {config.get('model')!r}, format {config.get('format_version')!r}; "
                 f"this program reads model 'forecaster', format {CONFIG_VERSION}"
             )
-        parameters = {**config["parameters"], "quantiles": tuple(config["parameters"]["quantiles"])}
-        loaded = cls(**parameters)
-        loaded.forecaster_ = load_weights(weights, ForecasterConfig.from_json(config["forecaster"]))
-        loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**{"gap_penalty": math.inf, "error": math.nan, **config["line"]}), config["valid_error"]
+        try:
+            given = config["parameters"]
+            loaded = cls(**{**given, "quantiles": tuple(given["quantiles"]), "blocks": tuple(given["blocks"])})
+            loaded.forecaster_ = load_weights(weights, ForecasterConfig.from_json(config["forecaster"]))
+            loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**config["line"]), config["valid_error"]
+        except (KeyError, TypeError, RuntimeError) as error:
+            raise UserError(f"{weights}: weights and configuration do not fit this program ({error}): train the model anew") from error
         loaded.ids_, loaded.last_ds_ = (), np.array([])
         loaded.state_ = loaded.forecaster_.initial_state(0)
         return loaded
@@ -355,4 +383,4 @@ def _steps_between(first: Any, second: Any, frequency: str) -> int:
     from pipelines.forecasting.calendar import steps
 
     a, b = (steps(np.array([d]), frequency)[0] for d in (first, second))
-    return cast(int, int(b - a))
+    return int(b - a)

@@ -22,6 +22,7 @@ from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, Seas
 from pipelines.forecasting.calendar import natural_cycles
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
 from pipelines.windows import Executor, Panel, panel, ray_cluster, read_panel
+from titans_core.config import Mixer
 
 if TYPE_CHECKING:
     import matplotlib.figure
@@ -77,6 +78,7 @@ def train(
     seed: int = 0,
     output: str | Path = "runs/train",
     epochs: int = 8,
+    blocks: tuple[Mixer, ...] = (),
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
 
@@ -93,7 +95,7 @@ def train(
         [data], frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column, executor=executor
     )
     known = _border(table, look_back, horizon)
-    model = TitansForecaster(horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency)
+    model = TitansForecaster(horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency, blocks=blocks)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
     origins = _origins(table, known, horizon)
@@ -120,7 +122,7 @@ def train(
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(origins),
+        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(origins), "blocks": " ".join(blocks),
     }  # fmt: skip
     metrics = {f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)}
     with tracking.run(store, f"train {model_name}", params=params) as run:

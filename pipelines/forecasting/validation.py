@@ -448,13 +448,20 @@ def _steps(rows: pl.DataFrame, stated: str | None) -> pl.DataFrame:
         .unique("unique_id", keep="first", maintain_order=True)
     )
     integer = rows.schema["ds"].is_integer()
+    weekdays: set[str] = set()
+    if not integer:
+        # Two whole weeks without a Saturday or Sunday are a calendar of business days, not daily rows with gaps.
+        facts = ordered.group_by("unique_id").agg(pl.len(), pl.col("ds").dt.weekday().max().alias("latest"))
+        weekdays = set(facts.filter((pl.col("len") >= 10) & (pl.col("latest") <= 5)).get_column("unique_id"))
     found: dict[str, str | None] = {}
     calendar: list[str] = []
     for name, step, _ in modes.iter_rows():
         if integer:
             found[name] = f"{step}i"
-        elif step == _DAY_US or step >= 28 * _DAY_US:
-            calendar.append(name)  # business days, months, quarters, years: told by all the stamps
+        elif step == _DAY_US:
+            found[name] = "1b" if name in weekdays else "1d"
+        elif step >= 28 * _DAY_US:
+            calendar.append(name)  # months, quarters, years: told by all the stamps
         else:
             found[name] = name_step(step)
     if calendar:
@@ -606,7 +613,6 @@ def _grid(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Findin
     same = code[1:] == code[:-1]
     absent[1:] = np.where(same, np.diff(at) - 1, 0).clip(min=0)
     if not (absent > 0).any():
-        _coarser(rows, rules, seen, findings)
         return rows
     # A gap is told by the first stamp that is absent: one step after the row before it.
     before = np.flatnonzero(absent > 0) - 1
@@ -635,7 +641,7 @@ def _grid(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Findin
         ),
     )  # fmt: skip
     _wall_clock_hint(looked, code, absent, seen, findings)
-    _coarser(rows, rules, seen, findings)
+    _coarser(looked.filter(pl.Series(np.isin(code, np.unique(code[absent > 0])))), rules, seen, findings)
     return _filled(looked, code, absent, step_of) if rules.gaps == "fill" else rows
 
 
@@ -781,34 +787,41 @@ def _suspicions(rows: pl.DataFrame, seen: _Series, findings: list[Finding]) -> N
 
 def _false_week(rows: pl.DataFrame, seen: _Series, findings: list[Finding]) -> None:
     """Daily rows whose shape repeats every 5 rows and not every 7: business days, numbered as if every day were one."""
-    daily = [name for name, step in seen.steps.iter_rows() if step == "1d"]
-    found = []
-    for part in rows.filter(pl.col("unique_id").is_in(daily)).partition_by("_code", maintain_order=True) if daily else ():
-        y = part.get_column("y").drop_nulls().to_numpy()
-        if len(y) < ROWS_FOR_A_WEEK:
-            continue
-        change = np.diff(y)
-        five, seven = _explained(change, 5), _explained(change, 7)
-        if five > 0.2 and five > 4 * seven:
-            found.append(part)
-    if found:
-        kept = pl.concat(found)
-        first = kept.select(pl.col("_code").is_first_distinct()).to_series().to_numpy()
-        what = "series with a row for every day of the week and a pattern of five days (business days under false dates)"
-        _add(findings, _finding("calendar", "warning", kept, first, seen, what, "give each row its real date"))
+    daily = seen.steps.filter(pl.col("frequency") == "1d").get_column("unique_id")
+    part = rows.filter(pl.col("unique_id").is_in(daily.implode()) & pl.col("y").is_not_null()) if len(daily) else rows[:0]
+    if part.height == 0:
+        return
+    code, y = part.get_column("_code").to_numpy(), part.get_column("y").to_numpy()
+    new = np.append(True, code[1:] != code[:-1])
+    starts = np.flatnonzero(new)
+    series = np.cumsum(new) - 1
+    place = np.arange(len(code)) - starts[series]
+    change = np.diff(y, prepend=0.0)
+    inside = ~new  # the first row of a series changed from nothing
+    series, place, change = series[inside], place[inside] - 1, change[inside]
+    count = np.bincount(series, minlength=len(starts))
+    enough = count + 1 >= ROWS_FOR_A_WEEK
+    change = change - (np.bincount(series, weights=change, minlength=len(starts)) / np.maximum(count, 1))[series]
+    five, seven = (_explained(series, place, change, count, period) for period in (5, 7))
+    false = enough & (five > 0.2) & (five > 4 * seven)
+    first = np.zeros(part.height, dtype=bool)
+    first[starts[false]] = True
+    what = "series with a row for every day of the week and a pattern of five days (business days under false dates)"
+    _add(findings, _finding("calendar", "warning", part, first, seen, what, "give each row its real date"))
 
 
-def _explained(change: NDArray[np.float64], period: int) -> float:
-    """Share of the variance that the mean of each phase explains, beyond what chance would."""
-    change = change - change.mean()
-    total = float((change**2).sum())
-    if total == 0:
-        return 0.0
-    phase = np.arange(len(change)) % period
-    count = np.bincount(phase, minlength=period)
-    between = float((np.bincount(phase, weights=change, minlength=period) ** 2 / count).sum())
-    chance = (period - 1) / (len(change) - 1)
-    return max(0.0, (between / total - chance) / (1 - chance))
+def _explained(
+    series: NDArray[np.int64], place: NDArray[np.int64], change: NDArray[np.float64], count: NDArray[np.int64], period: int
+) -> NDArray[np.float64]:
+    """Share of each series' variance that the mean of each phase explains, beyond what chance would. (S,)."""
+    cell = series * period + place % period
+    size = len(count) * period
+    sums, counts = np.bincount(cell, weights=change, minlength=size), np.bincount(cell, minlength=size)
+    between = (sums**2 / np.maximum(counts, 1)).reshape(-1, period).sum(axis=1)
+    total = np.bincount(series, weights=change**2, minlength=len(count))
+    chance = (period - 1) / np.maximum(count - 1, period)
+    share = np.divide(between, total, out=np.zeros(len(count)), where=total > 0)
+    return np.maximum(0.0, (share - chance) / (1 - chance))
 
 
 def missing_future(panel_end: pl.DataFrame, future: pl.DataFrame, frequency: str, horizon: int) -> pl.DataFrame:

@@ -28,6 +28,8 @@ from torch import Tensor
 
 # log c moves by at most this share a judged row; small enough to be steady, large enough to follow a season.
 INTERVAL_RATE = 0.05
+# A new stream learns its stretch up to 17 times faster, fading with its rows: a cold memory is more wrong than it says.
+INTERVAL_HASTE, INTERVAL_HASTE_ROWS = 64, 4
 # Rows over which the absolute deviation of a residual is averaged.
 SCALE_ROWS = 64
 # A residual counts for at most so many deviations in its running scale: one outlier moves it by 3 %.
@@ -192,7 +194,8 @@ class Monitors:
         out = residual.abs() / half.clamp_min(tiny)
         judged = ~residual.isnan()
         missed = out > state.stretch.double().exp()
-        move = self._rate * (missed.float() - (1 - self.coverage))
+        haste = 1 + INTERVAL_HASTE / (state.rows + INTERVAL_HASTE_ROWS).float()
+        move = haste.unsqueeze(1) * self._rate * (missed.float() - (1 - self.coverage))
         stretch = torch.where(judged, state.stretch + move, state.stretch).clamp(-10.0, 10.0)
         spread = (high[:, 0] - low[:, 0]) / self._normal_width
         surprise = residual[:, 0].abs() / spread.clamp_min(tiny)

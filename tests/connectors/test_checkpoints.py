@@ -66,6 +66,8 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     CheckpointStore(tmp_path / "c.db").claim(SETTINGS)
     with pytest.raises(CheckpointError, match="made with model = m/1, now it is m/2"):
         CheckpointStore(tmp_path / "c.db").claim(SETTINGS | {"model": "m/2"})
+    with pytest.raises(CheckpointError, match="made with another state: use"):
+        CheckpointStore(tmp_path / "c.db").claim(SETTINGS | {"state": [["a.long.path", "float32", [8, 8]]] * 30})
 
 
 def test_a_newer_format_is_refused_with_both_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,25 @@ def test_read_seek_and_dead_letters(kafka: Broker) -> None:
     assert [d.reason for d in [*batch.dead, *dead]] == ["malformed"]
 
 
+def test_two_workers_share_a_topic(kafka: Broker) -> None:
+    kafka.create("shared", 3)
+    kafka.send("shared", now_lines(90, streams=6), 3)
+    found = []
+    for partitions in ("0,2", "1"):
+        source = open_source(f"kafka://{kafka.address}/shared?partitions={partitions}", follow=True)
+        until = time.monotonic() + 5
+        while time.monotonic() < until and len(found) < 90:
+            batch = source.poll(1000, 0.5)
+            assert {r.partition[-2] for r in batch.records} <= set(partitions)
+            found += [(r.partition, r.offset) for r in batch.records]
+            if not batch.records and found:
+                break
+        source.close()
+    assert len(set(found)) == len(found) == 90
+    with pytest.raises(UserError, match=r"the topic 'shared' has \[0, 1, 2\]"):
+        open_source(f"kafka://{kafka.address}/shared?partitions=7")
+
+
 def test_a_position_that_is_gone_is_said(tmp_path: Path) -> None:
     # Tansu answers such a position with silence.
     with broker("noida", tmp_path) as kafka:

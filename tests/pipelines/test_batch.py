@@ -312,3 +312,7 @@ def test_the_command_from_the_registry_to_the_exit_status(tmp_path, model):
     children = store.client.search_runs([store.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert sorted(c.info.run_name for c in children) == ["shard 0", "shard 1"]
     assert {c.data.metrics["rows"] for c in children} == {12.0}
+
+
+def test_the_example_is_a_job():
+    assert read_job(ROOT / "docs" / "examples" / "job.yaml").rules.gaps == "mask"

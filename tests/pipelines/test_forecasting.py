@@ -169,3 +169,29 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
     np.testing.assert_allclose(pl.read_parquet(tmp_path / "f.parquet")["mean"], first["mean"], rtol=1e-6)
     with pytest.raises(UserError, match="up to 12"):
         job.forecast(str(data), model_name="load", tracking_uri=store, output=str(tmp_path / "g.parquet"), horizon=50)
+
+
+@pytest.mark.parametrize("block", ["lmm", "mac"])
+def test_blocks_over_patches_stream_as_they_replay_and_survive_saving(block: str, tmp_path: Path) -> None:
+    """A future set by a sign given 40 rows before, out of reach of look-back and profiles: the blocks learn it, and serve what they learnt."""
+    rng = np.random.default_rng(0)
+    frames = []
+    for name in ("a", "b", "c", "d", "e", "f"):
+        y, sign = rng.normal(0, 0.1, 80 * 30), rng.choice([-1.0, 1.0], 30)
+        y[::80] += 4 * sign
+        for k in range(30):
+            y[80 * k + 41 : 80 * k + 53] += 3 * sign[k]
+        frames.append(pl.DataFrame({"unique_id": name, "ds": np.arange(len(y)), "y": y}))
+    frame = pl.concat(frames)
+    options = {"horizon": 12, "look_back": 16, "hidden": 0, "epochs": 10, "frequency": "1i"}
+    line = TitansForecaster(**options).fit(frame)
+    model = TitansForecaster(**options, blocks=(block,)).fit(frame)
+    assert model.valid_error_ < 0.97 * line.valid_error_
+    table = panel(frame, frequency="1i")
+    origins = np.array([2100, 2203, 2207])
+    points, _ = model.quantiles_at(table, origins)
+    for place, origin in enumerate(origins):
+        streamed = model.predict(frame.filter(pl.col("ds") < origin))["mean"].to_numpy().reshape(6, 12)
+        np.testing.assert_allclose(streamed, points[:, place], atol=1e-4)
+    model.save(tmp_path)
+    assert TitansForecaster.load(tmp_path).predict().equals(model.predict())

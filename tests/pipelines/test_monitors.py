@@ -88,6 +88,14 @@ def test_intervals_keep_their_coverage(noise: str) -> None:
         assert abs(by_stream.mean() - 0.8) < 0.01 and np.abs(by_stream - 0.8).max() < 0.03, step
 
 
+def test_intervals_of_a_cold_memory_are_soon_wide_enough() -> None:
+    random = np.random.default_rng(6)
+    values = 100 + 10 * random.normal(size=(200, 60))  # ten times what the new memory says
+    _, intervals = watch(values)
+    inside = (values.T[1:] >= intervals[:-1, :, 0]) & (values.T[1:] <= intervals[:-1, :, 1])
+    assert inside[10:30].mean() > 0.7
+
+
 def test_white_noise_raises_next_to_no_alarm() -> None:
     verdicts, _ = watch(np.random.default_rng(1).normal(size=(40, 1500)))
     for bit in (LEVEL, SCALE, OUTLIER):

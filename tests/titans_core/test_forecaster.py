@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.linear import MatrixState, linear_exact
 from titans_core import state as value
 from titans_core.config import ConfigError
-from titans_core.forecaster import Forecaster, ForecasterConfig, PhaseMemory, Season, write_slot
+from titans_core.forecaster import WIDE, Forecaster, ForecasterConfig, PhaseMemory, Season, write_slot
 from titans_core.training import Rows, Training, calibrate, fit_line, fit_network, initial_memory, replay
 
 SEASONS = (
@@ -211,3 +211,24 @@ def test_wrong_use_is_named() -> None:
 def test_config_survives_json() -> None:
     config = model().config
     assert ForecasterConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+@pytest.mark.parametrize("memory", ["carried", "window", "frozen"])
+def test_many_streams_row_after_row_equal_each_one_in_chunks(memory):
+    seasons = (Season(rows=1, slots=1, rates=(0.01, 0.1)), Season(rows=24, slots=12, rates=(0.2, 0.05)))
+    model = Forecaster(ForecasterConfig(memory=memory, look_back=20, seasons=seasons))
+    generator = torch.Generator().manual_seed(0)
+    streams, rows = 2 * WIDE, 150
+    y = 1e6 + 5 * torch.randn(streams, rows, generator=generator, dtype=torch.float64)
+    observed = torch.rand(streams, rows, generator=generator) > 0.2
+    observed[3], observed[4, :100] = False, False
+    steps = torch.arange(rows)
+    phase = torch.stack([0 * steps, steps // 2 % 12], -1).expand(streams, -1, -1)
+    with torch.inference_mode():
+        together = model.observe(model.initial_state(streams), y, observed, phase)
+        split = model.observe(model.initial_state(streams), y[:, :60], observed[:, :60], phase[:, :60])
+        split = model.observe(split, y[:, 60:], observed[:, 60:], phase[:, 60:])
+        alone = value.stack([model.observe(model.initial_state(1), y[i : i + 1], observed[i : i + 1], phase[i : i + 1]) for i in range(streams)])
+    for (name, a), (_, b), (_, c) in zip(*map(value.leaves, (together, alone, split)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(a, c, rtol=1e-6, atol=1e-6, msg=name)
