@@ -236,7 +236,7 @@ class _Moments(NamedTuple):
     gram: Tensor  # (d, d) float64, X'X
     cross: Tensor  # (d, H) float64, X'Y
     square: float  # sum of y^2
-    count: int  # type: ignore[assignment]  # windows, not tuple.count
+    windows: int
 
 
 def _moments(x: Tensor, y: Tensor) -> _Moments:
