@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils import _device
 
 torch.set_num_threads(1)  # small products: on a busy machine a second thread waits far longer than it works
 
@@ -28,6 +29,8 @@ def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty_like", poison(torch.empty_like))
     monkeypatch.setattr(torch.Tensor, "new_empty", poison(torch.Tensor.new_empty))
     yield
+    # torch keeps a set of its constructors, made at first use; one made from the poisoned ones would break `torch.device` elsewhere.
+    _device._device_constructors.cache_clear()
 
 
 @pytest.fixture
