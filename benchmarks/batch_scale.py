@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import statistics
 import sys
 import tempfile
 import threading
 import time
 from datetime import datetime, timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,8 @@ def main() -> None:
     parser.add_argument("--series", type=int, default=100_000)
     parser.add_argument("--rows", type=int, default=200, help="rows of each series")
     parser.add_argument("--ets", type=int, default=500, help="series of the AutoETS sample")
-    parser.add_argument("--ray-series", type=int, default=100_000, help="series of the comparison of Ray workers")
+    parser.add_argument("--ray-series", type=int, default=50_000, help="series of the comparison of Ray workers")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of that comparison that are counted")
     parser.add_argument("--shard", type=int, default=5_000, help="series of a shard")
     options = parser.parse_args()
     report.limit_threads(options.threads)
@@ -56,24 +59,21 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     make(folder / "table.parquet", options)
     weights, config = trained(folder)
     spawn = multiprocessing.get_context("spawn")
-    done: dict[str, Any] = {}
-    # A process of its own: what making the data and training took must not count as memory of the job.
-    for name, executor, workers, series in (
-        ("local", "local", 1, options.series),
-        ("ray1", "ray", 1, options.ray_series),
-        ("ray2", "ray", 2, options.ray_series),
-    ):
-        here, there = spawn.Pipe()
-        process = spawn.Process(target=job, args=(folder, weights, config, name, executor, workers, series, options, there))
-        process.start()
-        with Memory(process.pid) as memory:
-            done[name] = here.recv()
-            process.join()
-        done[name]["rss_gb"] = memory.most / 1e9
-        report.progress(f"{name}: {done[name]}")
+    # Processes of their own: what making the data and training took must not count as memory of the job.
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=job, args=(folder, weights, config, "local", "local", 1, options, there))
+    process.start()
+    with Memory(process.pid) as memory:
+        here.recv()
+        here.send("go")
+        ours = here.recv()
+        here.send("end")
+        process.join()
+    report.progress(f"local: {ours}")
+    on_ray, ray_memory = on_one_and_two_workers(folder, weights, config, options)
+    two_over_one = report.ratio(on_ray["1 worker"], on_ray["2 workers"])
     naive, ets = statsforecast(folder / "table.parquet", options)
     report.progress(f"seasonal naive {naive:.1f} s for all, AutoETS {ets * 1000:.0f} ms a series")
-    ours = done["local"]
     rows = options.series * options.rows
     forecasts = pl.read_parquet(folder / f"local-{AS_OF}.parquet", columns=["unique_id", "q0.5"])
     return {
@@ -88,13 +88,15 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "auto_ets_rows_per_s": options.rows / ets,
         "vs_seasonal_naive": naive / ours["seconds"],
         "vs_auto_ets": ets * options.series / ours["seconds"],
-        "rss_gb": ours["rss_gb"],
+        "rss_gb": memory.most / 1e9,
         "again_seconds": ours["again_seconds"],
         "again_equal": ours["again_equal"],
-        "ray1_seconds": done["ray1"]["seconds"],
-        "ray2_seconds": done["ray2"]["seconds"],
-        "ray2_over_ray1": done["ray1"]["seconds"] / done["ray2"]["seconds"],
-        "ray_rss_gb": done["ray2"]["rss_gb"],
+        "ray_series": options.ray_series,
+        "ray1_seconds": statistics.median(on_ray["1 worker"]),
+        "ray2_seconds": statistics.median(on_ray["2 workers"]),
+        "ray2_over_ray1": two_over_one["median"],
+        "ray2_over_ray1_range": two_over_one,
+        "ray_rss_gb": ray_memory / 1e9,
     }
 
 
@@ -138,6 +140,34 @@ def trained(folder: Path) -> tuple[Path, dict[str, Any]]:
     return folder / "model.safetensors", json.loads(json.dumps(model.describe()))
 
 
+def on_one_and_two_workers(
+    folder: Path, weights: Path, config: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], int]:
+    """Seconds of the job on a cluster of one worker and on one of two, in turns, and the most memory of the latter. Both
+    clusters live side by side, each in a process of its own; only one works at a time.
+    """
+    spawn = multiprocessing.get_context("spawn")
+    clusters: dict[str, tuple[Any, Connection]] = {}
+    for workers in (1, 2):
+        here, there = spawn.Pipe()
+        arguments = (folder, weights, config, f"ray{workers}", "ray", workers, options, there)
+        process = spawn.Process(target=job, args=arguments)
+        process.start()
+        here.recv()  # started, warmed up and idle before the next one starts
+        clusters[f"{workers} worker{'s' * (workers - 1)}"] = (process, here)
+
+    def ask(name: str) -> None:
+        clusters[name][1].send("go")
+        clusters[name][1].recv()
+
+    with Memory(clusters["2 workers"][0].pid) as memory:
+        seconds = report.in_turns({name: partial(ask, name) for name in clusters}, options.rounds)
+    for process, here in clusters.values():
+        here.send("end")
+        process.join()
+    return seconds, memory.most
+
+
 def job(
     folder: Path,
     weights: Path,
@@ -145,46 +175,49 @@ def job(
     name: str,
     executor: str,
     workers: int,
-    series: int,
     options: argparse.Namespace,
     connection: Connection,
 ) -> None:
-    """Runs the job in this process (on Ray after one small run that starts the workers) and sends what it took."""
+    """Warms up on a few series, then runs the job on every word and sends what it took."""
     import polars as pl
 
     from pipelines.forecasting.batch import Job, Loaded, run_shards
 
-    def settings(label: str, table: str, shard: int) -> Job:
+    def settings(label: str, table: Path, shard: int) -> Job:
         return Job.model_validate(
             {
-                "name": label, "input": {"uri": table}, "output": {"uri": str(folder / f"{label}-{{as_of}}.parquet")},
+                "name": label, "input": {"uri": str(table)}, "output": {"uri": str(folder / f"{label}-{{as_of}}.parquet")},
                 "model": {"name": "scale"}, "executor": executor, "workers": workers, "series_per_shard": shard,
                 "work": folder / "work",
             }
         )  # fmt: skip
 
+    def first(series: int, path: Path) -> Path:
+        rows = pl.scan_parquet(folder / "table.parquet").filter(pl.col("unique_id") < f"item-{series:06}")
+        rows.sink_parquet(path, row_group_size=options.shard * options.rows)
+        return path
+
     model = Loaded("scale/1", weights, config)
     table = folder / "table.parquet"
-    if series < options.series:
-        table = folder / f"{name}.parquet"
-        pl.scan_parquet(folder / "table.parquet").filter(pl.col("unique_id") < f"item-{series:06}").sink_parquet(
-            table, row_group_size=5000 * options.rows
-        )
-    warm = folder / f"{name}-warm.parquet"
-    pl.scan_parquet(folder / "table.parquet").filter(pl.col("unique_id") < "item-000064").sink_parquet(warm)
-    run_shards(settings(f"{name}-warm", str(warm), 64 // (4 * workers)), model, AS_OF)
-    this = settings(name, str(table), options.shard)
-    began = time.perf_counter()
-    first = run_shards(this, model, AS_OF)
-    seconds = time.perf_counter() - began
-    out = {"seconds": seconds, "series": first.series, "failed": first.failed, "shards": first.shards}
-    if executor == "local":
-        made = Path(first.output).read_bytes()
+    if executor == "ray" and options.ray_series < options.series:
+        table = first(options.ray_series, folder / f"{name}.parquet")
+    run_shards(settings(f"{name}-warm", first(64, folder / f"{name}-warm.parquet"), 64 // (4 * workers)), model, AS_OF)
+    connection.send("ready")
+    turn = 0
+    while connection.recv() == "go":
+        # Another name is another run key: no shard is there from the turn before.
+        this = settings(name if executor == "local" else f"{name}-{turn}", table, options.shard)
         began = time.perf_counter()
-        run_shards(this, model, AS_OF)
-        out["again_seconds"] = time.perf_counter() - began
-        out["again_equal"] = int(Path(first.output).read_bytes() == made)
-    connection.send(out)
+        done = run_shards(this, model, AS_OF)
+        out: dict[str, Any] = {"seconds": time.perf_counter() - began, "series": done.series, "failed": done.failed}
+        if executor == "local":
+            made = Path(done.output).read_bytes()
+            began = time.perf_counter()
+            run_shards(this, model, AS_OF)
+            out["again_seconds"] = time.perf_counter() - began
+            out["again_equal"] = int(Path(done.output).read_bytes() == made)
+        connection.send(out)
+        turn += 1
 
 
 class Memory:

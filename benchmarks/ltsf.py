@@ -165,12 +165,17 @@ def main(argv: list[str] | None = None) -> int:
                     mse, mae, count = score(fitted, data, "test", horizon)
                     scores = [Scores(mse, mae, score(fitted, data, "valid", horizon)[0], count)]
                 else:
-                    runs = [tethys.train(horizon, args.seed + i) for i in range(args.seeds)]
-                    scores, chosen = [one for one, _ in runs], runs[0][1]
+                    scores, chosen = tethys.train(horizon, range(args.seed, args.seed + args.seeds))
                 each.append([one.mse for one in scores])
                 seconds = time.perf_counter() - began
                 mean = {k: float(np.mean([getattr(one, k) for one in scores])) for k in ("mse", "mae", "valid_mse")}
-                rows[str(horizon)] = {**mean, "mse_sd": spread(each[-1]), "windows": scores[0].windows, **chosen, "seconds": seconds}
+                rows[str(horizon)] = {
+                    **mean,
+                    "mse_sd": spread(each[-1]),
+                    "windows": scores[0].windows,
+                    **chosen,
+                    "seconds": seconds,
+                }
                 print(
                     f"{data.name} {model} {horizon}: mse {mean['mse']:.4f} +- {spread(each[-1]):.4f}  mae {mean['mae']:.4f}  "
                     f"({scores[0].windows} windows, {seconds:.1f} s)", file=sys.stderr, flush=True,
@@ -178,14 +183,23 @@ def main(argv: list[str] | None = None) -> int:
             keys = ("mse", "mae", "valid_mse")
             rows["mean"] = {key: float(np.mean([rows[str(h)][key] for h in args.horizon])) for key in keys}
             rows["mean"]["mse_sd"] = spread(np.mean(each, axis=0).tolist())
-    machine = {"cpus": os.cpu_count(), "threads": args.threads, "platform": platform.platform(), "python": platform.python_version()}
+    machine = {
+        "cpus": os.cpu_count(),
+        "threads": args.threads,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
     options = {"look_back": args.look_back, "horizons": args.horizon, "seeds": args.seeds, "first_seed": args.seed}
-    print(json.dumps({"benchmark": "ltsf", "commit": commit(), "machine": machine, "parameters": options, "figures": figures}))
+    print(
+        json.dumps(
+            {"benchmark": "ltsf", "commit": commit(), "machine": machine, "parameters": options, "figures": figures}
+        )
+    )
     return 0
 
 
 # Chosen on the validation folds of ETTh1, ETTh2 and ETTm1 (docs/decisions): rates an hour for the level, a day for the profile.
-LEVEL_RATES, PROFILE_RATES, HIDDEN, EPOCHS = (0.003, 0.0005), (0.2, 0.05), 128, 10
+LEVEL_RATES, PROFILE_RATES, HIDDEN, EPOCHS = (0.003, 0.0005), (0.2, 0.05), 128, 8
 MODES: dict[str, Memory] = {"tethys_window": "window", "tethys_frozen": "frozen", "tethys_carried": "carried"}
 
 
@@ -210,7 +224,9 @@ class Tethys:
         # The protocol scales with the training rows, so mean 0 and deviation 1 are known from the start.
         state = model.initial_state(len(values), torch.zeros(len(values)), torch.ones(len(values)), data.train)
         if mode != "carried":
-            state = initial_memory(model, state, Rows(values[:, : data.train], rows.observed[:, : data.train], rows.phase))
+            state = initial_memory(
+                model, state, Rows(values[:, : data.train], rows.observed[:, : data.train], rows.phase)
+            )
         shortest = min(horizons)
         # Every quarter of an hour adds little to every hour: training windows are an hour apart, test windows one row.
         self.stride = max(1, round(hour))
@@ -230,16 +246,28 @@ class Tethys:
             found.append(Windows(windows.x[:n], windows.y[:n, :horizon], windows.level[:n], windows.unit[:n]))
         return found
 
-    def train(self, horizon: int, seed: int) -> tuple[Scores, dict[str, Any]]:
-        """Fit, and score on all test windows."""
+    def train(self, horizon: int, seeds: range) -> tuple[list[Scores], dict[str, Any]]:
+        """Fit the line once and the network once a seed; scores on all test windows, and what was chosen."""
         train, valid, test = self.at(horizon)
         config = dataclasses.replace(self.config, horizon=horizon, hidden=HIDDEN)
         if config.features != train.x.shape[1]:
             raise SystemExit(f"ltsf: horizon {horizon} is shorter than a day of {self.data.day} rows: run it by itself")
-        torch.manual_seed(seed)
         model = Forecaster(config)
         line = fit_line(model, train, valid)
-        best = fit_network(model, line, train, valid, Training(epochs=EPOCHS, seed=seed))
+        chosen = {
+            "penalty": line.penalty,
+            "line_valid_mse": line.error,
+            "weights": sum(p.numel() for p in model.state_dict().values()),
+        }
+        if np.isfinite(line.gap_penalty):
+            chosen["gap_penalty"] = line.gap_penalty
+        scores = []
+        for seed in seeds:
+            best = fit_network(model, line, train, valid, Training(epochs=EPOCHS, seed=seed))
+            scores.append(self.score(model, test, best))
+        return scores, chosen
+
+    def score(self, model: Forecaster, test: Windows, valid_mse: float) -> Scores:
         squared = absolute = 0.0
         with torch.inference_mode():
             for at in range(0, len(test.x), 4096):
@@ -248,10 +276,7 @@ class Tethys:
                 squared += float((error**2).sum())
                 absolute += float(error.abs().sum())
         cells = test.y.numel()
-        chosen = {"penalty": line.penalty, "line_valid_mse": line.error, "weights": sum(p.numel() for p in model.state_dict().values())}
-        if np.isfinite(line.gap_penalty):
-            chosen["gap_penalty"] = line.gap_penalty
-        return Scores(squared / cells, absolute / cells, best, len(test.x) // self.data.values.shape[1]), chosen
+        return Scores(squared / cells, absolute / cells, valid_mse, len(test.x) // self.data.values.shape[1])
 
 
 if __name__ == "__main__":

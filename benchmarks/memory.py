@@ -96,22 +96,14 @@ def ours(width: int, chunk: int, form: str) -> Any:
 
 
 class Serving:
-    """`module` without autograd for B streams, in place, in one native call. x (B, T, D)."""
+    """`module` for B streams as a service runs it: without autograd, its state overwritten. x (B, T, D)."""
 
     def __init__(self, module: Any, batch: int) -> None:
-        from kernels import native
-
-        config = module.config
         self.module, self.state = module, module.initial_state(batch)
-        self.run = native.Layer(
-            module.qkv.weight, module.gate.weight, module.gates.weight, module.gates.bias, module.conv.weight, module.norm.weight,
-            module.out.weight, scale=1.0 if module.matrix else math.sqrt(config.width), chunk=config.chunk, read=config.read,
-            divisor=(1 if config.rule == "exact" else config.chunk) * (1 if module.matrix else config.width),
-            init=None if module.matrix else tuple(module.init), network=module.network,
-        )  # fmt: skip
+        self.run = module.in_place()
 
     def __call__(self, x: Any) -> Any:
-        return self.run(x, self.state.conv, self.state.memory)
+        return self.run(x, self.state)
 
     def forward(self, x: Any) -> Callable[[], None]:
         """A call over x from a fresh state."""
@@ -119,8 +111,7 @@ class Serving:
 
         def run() -> None:
             with torch.inference_mode():
-                state = self.module.initial_state(x.shape[0])
-                self.run(x, state.conv, state.memory)
+                self.run(x, self.module.initial_state(x.shape[0]))
 
         return run
 

@@ -1017,7 +1017,10 @@ def intervals(source: Source, bad: Callable[..., None] | None = None) -> Iterato
         for number, line in enumerate(stream.lines(), 1):
             if not line.strip() or line.startswith(("#", "track", "browser")):
                 continue
-            fields = next(csv.reader([line])) if "," in line and "\t" not in line else line.split("\t")
+            if "\t" in line or "," not in line:
+                fields = line.split("\t")
+            else:
+                fields = next(csv.reader([line])) if '"' in line else line.split(",")
             if len(fields) == 1:
                 fields = line.split()
             if names is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Rule = Literal["exact", "stale", "deep", "gated", "hybrid", "atlas", "atlas++"]
 RULES = get_args(Rule)
@@ -40,6 +40,8 @@ class MemoryConfig:
         A head of width d then has binom(d + degree, degree) features: keep heads narrow (8 to 32 at degree 2).
     muon_every: tokens one Muon write gathers, a divisor of the chunk; 1 is the papers' Atlas, about 200 times the cost of
         the gradient, `chunk` is one write a chunk.
+    loss: `l2`, 1/2 |M(k) - v|^2, or `dot`, -<M(k), v> (linear attention and its relatives; not for `exact` and `hybrid`).
+    decayed_error: the error is that of the memory after forgetting, as in Gated DeltaNet; Titans take it before (`exact` only).
     momentum, decay: False removes eta or alpha (ablations of Titans table 5).
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
     """
@@ -52,6 +54,8 @@ class MemoryConfig:
     read: Literal["after", "before", "anchor"] = "after"
     degree: int = 1
     muon_every: int = 1
+    loss: Literal["l2", "dot"] = "l2"
+    decayed_error: bool = False
     depth: int = 2
     expansion: int = 4
     conv: int = 4
@@ -66,6 +70,17 @@ class MemoryConfig:
         require(self.window >= 1, f"window {self.window} must be at least 1")
         require(self.read in ("after", "before", "anchor"), f"read '{self.read}' is none of after, before, anchor")
         require(self.chunk >= 1, f"chunk {self.chunk} must be at least 1")
+        require(self.loss in ("l2", "dot"), f"loss '{self.loss}' is none of l2, dot")
+        if self.loss == "dot":
+            require(
+                self.rule not in ("exact", "hybrid"),
+                f"rule '{self.rule}' solves for the errors of loss 'l2': with loss 'dot' take 'stale', which is then exact, or 'deep'",
+            )
+        if self.decayed_error:
+            require(
+                self.rule == "exact" and self.window == 1 and self.decay,
+                f"decayed_error needs rule 'exact', window 1 and decay, found '{self.rule}', {self.window} and {self.decay}",
+            )
         if self.rule == "exact":
             require(self.read != "anchor", "rule 'exact' has no anchor to read at: read 'after' or 'before'")
         if self.rule == "hybrid":
@@ -110,7 +125,8 @@ class BackboneConfig:
     """A stack of blocks: `layers` names the mixer of each.
 
     window: tokens that sliding-window attention sees; segment: tokens of a MAC segment; persistent: learned tokens
-    before the sequence (written into the memory once, and always visible to attention).
+    before the sequence (written into the memory once, and always visible to attention). `deep_transformer`, `swdt` and `dot` have
+    one form each: of the memory's settings they take dim, heads and conv, `swdt` and `dot` the window, and `dot` the decay.
     """
 
     memory: MemoryConfig
@@ -134,3 +150,47 @@ class BackboneConfig:
     def dim(self) -> int:
         """Width of the stream between blocks."""
         return self.memory.dim
+
+
+# The memories the papers name, as settings (Titans appendix C, ATLAS Table 1). No paper gives the window: 8 is ours.
+FAMILY: dict[str, dict[str, Any]] = {
+    "titans": {"rule": "deep"},
+    "delta_net": {"momentum": False, "decay": False},
+    "gated_delta_net": {"momentum": False, "decayed_error": True, "decay_to_init": False},
+    "ttt_linear": {"rule": "deep", "depth": 1, "momentum": False, "decay": False},
+    "ttt_mlp": {"rule": "deep", "momentum": False, "decay": False},
+    "dla": {"rule": "deep", "loss": "dot", "momentum": False, "degree": 2},
+    "swla": {"rule": "stale", "loss": "dot", "momentum": False, "window": 8, "degree": 2},
+    "omega_net": {"rule": "deep", "momentum": False, "window": 8, "degree": 2},
+    "atlas": {"rule": "atlas", "window": 8, "degree": 2},
+    "atlas++": {"rule": "atlas++", "window": 8, "degree": 2},
+}
+
+
+def family(name: str, **settings: Any) -> MemoryConfig:
+    """The named memory; `settings` (dim at least) go before the family's own."""
+    require(name in FAMILY, f"memory '{name}' is none of {', '.join(FAMILY)}")
+    return MemoryConfig(**(FAMILY[name] | settings))
+
+
+class Size(NamedTuple):
+    """Geometry of a language model of the papers."""
+
+    blocks: int
+    dim: int
+    heads: int
+
+
+# Titans table 5 and ATLAS table 7, which are the same.
+PRESETS = {"170M": Size(12, 768, 16), "340M": Size(24, 1024, 16), "760M": Size(24, 1536, 16), "1.3B": Size(18, 2048, 8)}
+
+
+def preset(size: str, mixer: Mixer = "lmm", memory: str = "titans", **settings: Any) -> BackboneConfig:
+    """A backbone of the papers' size with their chunk 16, segment 512, window 2048 and 128 persistent tokens (Titans appendix E).
+
+    memory: a name of FAMILY; `settings` are those of its MemoryConfig.
+    """
+    require(size in PRESETS, f"size '{size}' is none of {', '.join(PRESETS)}")
+    blocks, dim, heads = PRESETS[size]
+    learned = family(memory, **({"dim": dim, "heads": heads, "chunk": 16} | settings))
+    return BackboneConfig(memory=learned, layers=(mixer,) * blocks, window=2048, segment=512, persistent=128)

@@ -13,24 +13,29 @@ Axis letters: B streams, T bases, K context lengths, D width.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from titans_core.blocks import Backbone
-from titans_core.config import BackboneConfig, MemoryConfig, Mixer, require
+from titans_core.config import BackboneConfig, ConfigError, MemoryConfig, Mixer, require
 from titans_core.memory import NeuralMemory
 from titans_core.tokenizers import N, complement
 
 Codes = NDArray[np.uint8]
-DIRECT = 12  # longest context whose counts stand in a plain table of 4^k rows
+FORMAT = "1"
+DIRECT = 12  # longest context whose counts may stand in a plain table of 4^k rows
 
 
 def context_codes(codes: Codes, k: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -70,7 +75,7 @@ class ContextCounts:
                     clean &= strand < N
                     words.append(context[clean] * 4 + strand[clean])
             pairs = np.concatenate(words)
-            if k <= DIRECT:
+            if k <= DIRECT and 4**k <= max(len(pairs), 256):  # a plain table only where it is not mostly empty
                 table = np.bincount(pairs, minlength=4 ** (k + 1)).reshape(-1, 4)
                 direct[k] = np.minimum(table, 65_535).astype(np.uint16) if k > 8 else table.astype(np.int32)
             else:
@@ -169,6 +174,12 @@ class DnaModel(nn.Module):
 
         Position t sees the bases before t only: its own is used for what position t + 1 is told.
         """
+        known, read, after = self.read(counts, codes, state)
+        logits = (self.weigh(read)[..., None] * known).sum(2) + self.rest(read)
+        return logits.log_softmax(-1), after
+
+    def read(self, counts: Tensor, codes: Tensor, state: DnaState) -> tuple[Tensor, Tensor, DnaState]:
+        """What the contexts say (log-probabilities, B, T, K, 4), what the backbone makes of it (B, T, D), next state."""
         total = counts.sum(-1)
         known = torch.log((counts + self.prior) / (total + 4 * self.prior.squeeze(-1))[..., None])  # (B, T, K, 4)
         own = codes.clamp(max=3)[..., None, None].expand(-1, -1, known.shape[2], 1)
@@ -179,8 +190,7 @@ class DnaModel(nn.Module):
         size = torch.log1p(total)
         seen = torch.cat(((known + math.log(4)).flatten(2), size / 4, before, self.rows[last], torch.ones_like(size[..., :1])), dim=-1)
         read, backbone = self.backbone(self.enter(seen), state.backbone)
-        logits = (self.weigh(read)[..., None] * known).sum(2) + self.rest(read)
-        return logits.log_softmax(-1), DnaState(backbone, hits[:, -1], codes[:, -1])
+        return known, read, DnaState(backbone, hits[:, -1], codes[:, -1])
 
 
 @contextmanager
@@ -252,3 +262,42 @@ def bits_per_base(
             total -= float(answer.gather(-1, target.clamp(max=3)[..., None]).squeeze(-1)[known].double().sum())
             bases += int(known.sum())
     return total / max(bases, 1) / math.log(2), state
+
+
+def embed(model: DnaModel, counts: ContextCounts, codes: Codes, *, piece: int = 8192) -> NDArray[np.float32]:
+    """Mean over a sequence of what the backbone reads at each base (D,), the memory carried from its first base on."""
+    state, total = model.initial_state(1), np.zeros(model.config.dim, np.float64)
+    with torch.inference_mode():
+        for at in range(0, len(codes), piece):
+            stop = min(at + piece, len(codes))
+            rows = torch.from_numpy(counts.look_up(codes, at, stop))[None]
+            _, read, state = model.read(rows, torch.from_numpy(codes[at:stop].astype(np.int64))[None], state)
+            total += read[0].double().sum(0).numpy()
+    return (total / max(len(codes), 1)).astype(np.float32)
+
+
+def save(model: DnaModel, counts: ContextCounts, path: str | Path) -> None:
+    """Weights and counts in one safetensors file, the configuration as JSON in its header."""
+    tensors = {f"weights.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
+    tensors |= {f"direct.{k}": table for k, table in counts.direct.items()}
+    for k, (contexts, table) in counts.sparse.items():
+        tensors |= {f"contexts.{k}": contexts, f"sparse.{k}": table}
+    metadata = {"format": FORMAT, "config": json.dumps(asdict(model.config))}
+    save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata)
+
+
+def load(path: str | Path) -> tuple[DnaModel, ContextCounts]:
+    """A model and its counts from what `save` wrote, ready to read."""
+    with safe_open(str(path), "np") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT or "config" not in metadata:
+            raise ConfigError(f"{path}: format {metadata.get('format')} of a DNA model is not {FORMAT}")
+        settings = json.loads(metadata["config"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    config = DnaModelConfig(**{**settings, "orders": tuple(settings["orders"])})
+    model = DnaModel(config)
+    weights = {name.removeprefix("weights."): torch.from_numpy(each) for name, each in tensors.items() if "weights." in name}
+    model.load_state_dict(weights)
+    direct = {k: tensors[f"direct.{k}"] for k in config.orders if f"direct.{k}" in tensors}
+    sparse = {k: (tensors[f"contexts.{k}"], tensors[f"sparse.{k}"]) for k in config.orders if k not in direct}
+    return model.eval(), ContextCounts(config.orders, direct, sparse)

@@ -49,7 +49,10 @@ class Season:
     rates: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        require(self.slots >= 1 and self.rows % self.slots == 0, f"a season of {self.rows} rows cannot have {self.slots} slots")
+        require(
+            self.slots >= 1 and self.rows % self.slots == 0,
+            f"a season of {self.rows} rows cannot have {self.slots} slots",
+        )
         require(all(0 < r <= 1 for r in self.rates), f"rates {self.rates} must lie in (0, 1]")
 
     @property
@@ -343,7 +346,7 @@ class Forecaster(nn.Module):
         return y.squeeze(3), after.W
 
     def _memory(self, state: ForecasterState) -> tuple[PhaseMemory, ...]:
-        """The memories a forecast reads: as carried; or begun anew at the level of the look-back, and for `window` written with its rows."""
+        """The memories to read: as carried; or begun anew at the level of the look-back, and for `window` written with it."""
         if self.config.memory == "carried":
             return state.memory
         # What a memory that is not carried begins with is a shape; where the series is now, the look-back tells.
@@ -436,7 +439,14 @@ def _running(value: Tensor, rate: Tensor, observed: Tensor, start: Tensor) -> Te
     one = torch.ones_like(value)[:, None, :, None]
     W = start.view(-1, 1, 1, 1)
     y, _ = linear_exact(
-        one, one, value[:, None, :, None], rate[:, None], None, None, MatrixState(W, torch.zeros_like(W)), write=observed
+        one,
+        one,
+        value[:, None, :, None],
+        rate[:, None],
+        None,
+        None,
+        MatrixState(W, torch.zeros_like(W)),
+        write=observed,
     )
     return y[:, 0, :, 0]
 

@@ -9,22 +9,24 @@ Axis letters: B streams, T tokens, D model width, H heads, d = D / H.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import dispatch, linear
+from kernels import dispatch, linear, native
 from kernels.features import polynomial, taylor_coefficients
 from kernels.heads import convolve, next_tail, unit
 from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
 from kernels.muon import AtlasState, atlas, atlas_state
-from kernels.network import MATRIX, Network, output
+from kernels.network import Network, output
 from kernels.omega import OmegaState, omega_exact, omega_state
 from titans_core.config import MemoryConfig
+from titans_core.state import leaves
 
 MUON_STEP = 0.02  # bound of theta for Muon, whose writes have a spectral norm of about theta whatever the surprise (papers B.4)
 
@@ -75,6 +77,16 @@ def _lags(config: MemoryConfig) -> nn.Linear:
     return lags
 
 
+def _window(lags: nn.Linear, x: Tensor, config: MemoryConfig) -> Tensor:
+    """gamma (B, H, T, window) of tokens x (B, T, D)."""
+    return torch.sigmoid(lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+
+
+def _window_bound(gamma: Tensor) -> Tensor:
+    """(B, H, T): a write descends the sum of its window's losses; undivided, the step of one token's would diverge on equal keys."""
+    return gamma.sum(-1).clamp(min=1.0)
+
+
 class NeuralMemory(nn.Module):
     """Long-term memory layer (Titans section 3.1; defaults of papers A.1, A.8 and E.2).
 
@@ -82,8 +94,8 @@ class NeuralMemory(nn.Module):
     MLP memory, which unit keys would keep in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory
     layer: alpha = sigmoid (forget), eta = sigmoid (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact
     form stays finite for unit keys, divided by the chunk where the gradient is taken at the chunk's start, by the squared length of
-    longer keys, and by the sum of the window's gates. Muon writes the direction
-    of the momentum alone: theta = sigmoid * min(0.02, 1 / chunk).
+    longer keys, and by the sum of the window's gates. Muon writes the direction of the momentum alone: its theta is
+    sigmoid * min(0.02, 1 / chunk).
     Output: per-head RMSNorm, gate SiLU(x W_g), projection.
     """
 
@@ -105,7 +117,9 @@ class NeuralMemory(nn.Module):
         )
         hybrid = config.rule == "hybrid"
         # Features have another width than values: the residual then goes around them, from the key itself (papers B.3).
-        self.network = MATRIX if self.matrix else Network(norm=not hybrid, gated=gated, unit_hidden=hybrid, residual=config.degree == 1)
+        residual = config.degree == 1 and not self.matrix
+        norm = not (hybrid or self.matrix)
+        self.network = Network(norm=norm, residual=residual, gated=gated, loss=config.loss, unit_hidden=hybrid)
         self.outer_residual = not self.matrix and config.degree > 1
         self.length = 1.0 if self.matrix or config.degree > 1 else math.sqrt(width)  # of a key and a query
         if config.degree > 1:
@@ -168,7 +182,9 @@ class NeuralMemory(nn.Module):
         else:
             theta = (1 - eta) * theta if config.momentum else theta
             # E.2: a gradient taken at the chunk's start serves up to `chunk` tokens, so its step has to be that much smaller.
-            theta = theta / ((1 if config.rule == "exact" else config.chunk) * (1 if self.matrix else config.features))
+            # The gradient of the dot product on a matrix is the same everywhere.
+            anchored = config.rule != "exact" and not (self.matrix and config.loss == "dot")
+            theta = theta / ((config.chunk if anchored else 1) * (1 if self.matrix else config.features))
         return theta, eta if config.momentum else None, alpha if config.decay else None
 
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
@@ -180,18 +196,17 @@ class NeuralMemory(nn.Module):
         theta, eta, alpha = self._gates(x)
         gamma = None
         if config.window > 1:
-            gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+            gamma = _window(self.lags, x, config)
             if not config.muon:
-                # A write descends the sum of the window's losses: with the step of one token's, c equal keys would diverge.
-                total = gamma.sum(-1).clamp(min=1.0)
+                total = _window_bound(gamma)
                 theta = theta / (total if self.matrix else total.unsqueeze(-1))
         old, memory = state.memory, state.memory
         init = tuple(self.init) if config.decay_to_init else None
-        if self.outer_residual:
+        if self.outer_residual and config.loss == "l2":
             v = v - self._residual(k_rows)
         # A matrix memory with gradients holds its deviation D = W - W_0, which is what forgetting shrinks: D k - (v - W_0 k) = W k - v.
         deviation = init is not None and not isinstance(old, DeepState | AtlasState)
-        if deviation:
+        if deviation and config.loss == "l2":
             v = v - k @ self.init[0].mT
         if isinstance(old, AtlasState):
             y, memory = atlas(
@@ -206,18 +221,58 @@ class NeuralMemory(nn.Module):
                 network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
             )  # fmt: skip
         elif isinstance(old, StaleState):
-            y, memory = dispatch.linear_stale(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma)
+            y, memory = dispatch.linear_stale(
+                q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, gamma=gamma, loss=config.loss
+            )  # fmt: skip
         elif isinstance(old, OmegaState):
             assert gamma is not None
             chunk = max(1, config.chunk // config.window)  # a chunk solves a row for each token and lag; the result is the same
             y, memory = omega_exact(q, k, v, theta, eta, alpha, gamma, old, chunk=chunk, read=config.read)
         else:
-            y, memory = dispatch.linear_exact(q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read)
+            y, memory = dispatch.linear_exact(
+                q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, decayed_error=config.decayed_error
+            )  # fmt: skip
         if deviation:
             y = y + q @ self.init[0].mT
         if self.outer_residual:
             y = y + self._residual(q_rows)
         return self._output(y, x), MemoryState(memory, tail)
+
+    def in_place(self) -> Callable[[Tensor, MemoryState], Tensor]:
+        """A function (x, state) -> y that overwrites the tensors of the state, for a service that owns its states; no autograd.
+
+        The numbers are those of `forward`, to rounding. Where the native kernels take the rule, the whole layer is one call; elsewhere it
+        is `forward`, copied over the state. The weights are those of now: make it anew when they change.
+        """
+        layer = self._native_layer()
+
+        @torch.inference_mode()
+        def step(x: Tensor, state: MemoryState) -> Tensor:
+            if layer is not None:
+                assert isinstance(state.memory, MatrixState | DeepState)
+                return layer(x.contiguous(), state.conv, state.memory)
+            y, after = self.forward(x, state)
+            moved = [leaf.clone() for _, leaf in leaves(after)]  # parts of the new state may still be tensors of the old one
+            for (_, old), new in zip(leaves(state), moved, strict=True):
+                old.copy_(new)
+            return y
+
+        return step
+
+    def _native_layer(self) -> native.Layer | None:
+        """This layer in the native kernels, or None where they do not run, are not asked for, or do not know the rule."""
+        config = self.config
+        plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error
+        matrix = config.rule == "exact" and not config.decay_to_init and config.read != "anchor"
+        deep = config.rule == "deep" and config.depth == 2
+        if not (plain and (matrix or deep)) or native.supports(*self.parameters()) or dispatch.forced() not in (None, "native"):
+            return None
+        return native.Layer(
+            self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight,
+            scale=self.length, divisor=(1 if matrix else config.chunk) * (1 if matrix else config.features), chunk=config.chunk,
+            init=tuple(self.init) if deep and config.decay_to_init else None, network=self.network, read=config.read,
+            momentum=config.momentum, decay=config.decay,
+        )  # fmt: skip
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.
@@ -286,12 +341,14 @@ class KernelMemory(nn.Module):
         q, k = q * tau.sqrt(), k * tau.sqrt()
         gamma = None
         if hasattr(self, "lags"):
-            gamma = torch.sigmoid(self.lags(x)).unflatten(-1, (config.heads, config.window)).transpose(1, 2)
+            gamma = _window(self.lags, x, config)
         if self.kind == "dot":
-            theta, *forget = torch.sigmoid(self.gates(x)).unflatten(-1, (-1, config.heads)).permute(2, 0, 3, 1)  # each (B, H, T)
+            gates = self.gates(x)
+            gates = torch.sigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
+            theta, *forget = gates.unflatten(-1, (-1, config.heads)).permute(2, 0, 3, 1)  # each (B, H, T)
             theta = theta / tau.squeeze(-1).exp()
             if gamma is not None:
-                theta = theta / gamma.sum(-1).clamp(min=1.0)
+                theta = theta / _window_bound(gamma)
             y, memory = dot(q, k, v, theta, forget[0] if forget else None, state.memory, gamma=gamma)
         elif gamma is not None:
             y, memory = swdt(q, k, v, gamma, state.memory)

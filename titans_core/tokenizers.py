@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -48,7 +49,7 @@ def complement(codes: NDArray[Any]) -> NDArray[Any]:
     return np.where(flipped < N, 3 - flipped, flipped).astype(codes.dtype)
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """What every tokeniser shares. Special tokens have the ids after the own ones, in the order given."""
 
     kind: ClassVar[str]
@@ -62,12 +63,13 @@ class Tokenizer:
         """How many ids there are, the special ones included."""
         return self.own + len(self.specials)
 
+    @abstractmethod
     def encode(self, text: str) -> Ids:
-        raise NotImplementedError
+        """Ids of a whole text."""
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ids; special tokens leave nothing."""
-        raise NotImplementedError
 
     def encode_stream(self, pieces: Iterable[str]) -> Iterator[Ids]:
         """Ids of a text that comes in pieces: joined, they are those of the whole text."""

@@ -94,7 +94,9 @@ def replay(
             reads = []
             for g, season in enumerate(c.seasons):
                 slots = model.read_slots(future, g).unflatten(0, (len(t), S))  # (n, S, reads)
-                where = newest[g][series.unsqueeze(2), row.unsqueeze(2), slots].long()  # row of the newest token of that slot
+                where = newest[g][
+                    series.unsqueeze(2), row.unsqueeze(2), slots
+                ].long()  # row of the newest token of that slot
                 known = where >= 0
                 where = where.clamp(min=0)
                 heads = torch.arange(len(season.rates)).view(-1, 1)
@@ -102,7 +104,9 @@ def replay(
                 begun = begun.gather(3, slots.unsqueeze(2).expand(-1, -1, len(season.rates), -1))
                 values = held[g][series.view(1, S, 1, 1), heads, where.unsqueeze(2)]
                 values = torch.where(known.unsqueeze(2), values, begun)
-                times = torch.where(known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots])
+                times = torch.where(
+                    known, visits[g][series.unsqueeze(2), where], start.memory[g].visits[series.unsqueeze(2), slots]
+                )
                 reads.append((values.flatten(0, 1), times.flatten(0, 1)))
             blocks = None if corrections is None else corrections(t)
             x, level, unit = model.assemble(window, reads, at_origin[0], at_origin[1], at_origin[2], blocks)
@@ -210,11 +214,14 @@ def initial_memory(model: Forecaster, state: ForecasterState, rows: Rows) -> For
 
 @dataclass(frozen=True)
 class Line:
-    """How the closed-form line was chosen, and its mean squared error on validation, in units of the streams."""
+    """How the closed-form line was chosen, and its mean squared error on validation, in units of the streams.
+
+    The defaults are what a file of plain JSON numbers cannot say and leaves out.
+    """
 
     penalty: float
-    gap_penalty: float  # infinite: no pull back to the mean
-    error: float
+    gap_penalty: float = math.inf  # infinite: no pull back to the mean
+    error: float = math.nan  # not a number: there was no validation window
 
 
 # Per training window. Measured on validation folds of hourly and quarter-hourly series: 0.015 to 0.5 is flat, both ends beyond are worse.
@@ -224,7 +231,7 @@ FOLDS = ((3, (4, 5)), (5, (6, 7)))  # eighths of the training windows: fitted on
 # A future of which less than this share was observed teaches too little for what has to be filled in.
 OBSERVED_SHARE = 0.5
 FILLINGS = 3
-# Training ends after so many epochs in a row whose validation error is above the best by this factor: nothing is to be learnt beside the line.
+# Training ends after so many epochs in a row whose error is above the best by this factor: the line leaves nothing to learn.
 PATIENCE, HOPELESS = 3, 1.02
 
 
@@ -232,7 +239,7 @@ class _Moments(NamedTuple):
     gram: Tensor  # (d, d) float64, X'X
     cross: Tensor  # (d, H) float64, X'Y
     square: float  # sum of y^2
-    count: int  # type: ignore[assignment]  # windows, not tuple.count
+    windows: int
 
 
 def _moments(x: Tensor, y: Tensor) -> _Moments:
@@ -248,18 +255,18 @@ def _moments(x: Tensor, y: Tensor) -> _Moments:
 
 
 def _total(parts: Sequence[_Moments]) -> _Moments:
-    gram, cross, square, count = parts[0]
+    gram, cross, square, windows = parts[0]
     for p in parts[1:]:
-        gram, cross, square, count = gram + p.gram, cross + p.cross, square + p.square, count + p.count
-    return _Moments(gram, cross, square, count)
+        gram, cross, square, windows = gram + p.gram, cross + p.cross, square + p.square, windows + p.windows
+    return _Moments(gram, cross, square, windows)
 
 
 def _solve(m: _Moments, penalty: float, gap_penalty: float) -> Tensor:
     """(d, H) float64: argmin of the squares plus count * penalty * ||W||^2; the gap's row has a penalty of its own."""
-    diagonal = torch.full((len(m.gram),), penalty * m.count, dtype=torch.float64)
+    diagonal = torch.full((len(m.gram),), penalty * m.windows, dtype=torch.float64)
     keep = torch.ones(len(m.gram), dtype=torch.bool)
     keep[-2] = math.isfinite(gap_penalty)
-    diagonal[-2] = gap_penalty * m.count
+    diagonal[-2] = gap_penalty * m.windows
     line = torch.zeros_like(m.cross)
     line[keep] = torch.linalg.solve(m.gram[keep][:, keep] + diagonal[keep].diag(), m.cross[keep])
     return line
@@ -267,7 +274,7 @@ def _solve(m: _Moments, penalty: float, gap_penalty: float) -> Tensor:
 
 def _error(m: _Moments, line: Tensor) -> float:
     total = float((line * (m.gram @ line)).sum() - 2 * (line * m.cross).sum()) + m.square
-    return total / (m.count * m.cross.shape[1])
+    return total / (m.windows * m.cross.shape[1])
 
 
 @torch.no_grad()
@@ -292,7 +299,9 @@ def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
     whole = _total(eighths)
     held, target = _usable(valid)
     complete = torch.isfinite(target).all(1)
-    folds = [(_total(eighths[:a]), _total([eighths[i] for i in b])) for a, b in FOLDS if min(m.count for m in eighths)]
+    folds = [
+        (_total(eighths[:a]), _total([eighths[i] for i in b])) for a, b in FOLDS if min(m.windows for m in eighths)
+    ]
     final = _moments(held[complete], target[complete]) if bool(complete.any()) else None
 
     def log_error(fit: _Moments, judge: _Moments, penalty: float, gap_penalty: float) -> float:

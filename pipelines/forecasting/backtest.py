@@ -26,15 +26,16 @@ class Truth:
 
 
 def rolling_origins(table: Panel, horizon: int, count: int, look_back: int) -> NDArray[np.int64]:
-    """The last `count` row counts of the common grid that are one horizon apart, the last with its whole horizon inside the table."""
+    """The last `count` row counts of the common grid, one horizon apart, the last with its horizon inside the table."""
     _, y, _ = table.aligned()
     total = y.shape[1]
     origins = total - horizon * np.arange(count, 0, -1)
     if origins[0] < look_back:
         most = (total - look_back) // horizon
         raise UserError(
-            f"{count} origins of horizon {horizon} after a look-back of {look_back} need {look_back + count * horizon} rows, the series span "
-            f"{total}: " + (f"ask for at most {most} origins" if most > 0 else "shorten the look-back or the horizon")
+            f"{count} origins of horizon {horizon} after a look-back of {look_back} need {look_back + count * horizon} rows, "
+            f"the series span {total}: "
+            + (f"ask for at most {most} origins" if most > 0 else "shorten the look-back or the horizon")
         )
     return origins.astype(np.int64)
 
@@ -88,13 +89,19 @@ def calibration(quantile: Floats, levels: Sequence[float], real: Truth) -> dict[
     return out
 
 
-def leaderboard(points: Mapping[str, Floats], real: Truth, extra: Mapping[str, dict[str, float]]) -> list[dict[str, Any]]:
+def leaderboard(
+    points: Mapping[str, Floats], real: Truth, extra: Mapping[str, dict[str, float]]
+) -> list[dict[str, Any]]:
     """A row a model, best MASE first."""
-    rows: list[dict[str, Any]] = [{"model": name, **accuracy(p, real), **extra.get(name, {})} for name, p in points.items()]
+    rows: list[dict[str, Any]] = [
+        {"model": name, **accuracy(p, real), **extra.get(name, {})} for name, p in points.items()
+    ]
     return sorted(rows, key=lambda row: (np.isnan(row["mase"]), row["mase"], row["mae"]))
 
 
-def tidy(table: Panel, origins: NDArray[np.int64], point: Floats, quantile: Floats, levels: Sequence[float]) -> pl.DataFrame:
+def tidy(
+    table: Panel, origins: NDArray[np.int64], point: Floats, quantile: Floats, levels: Sequence[float]
+) -> pl.DataFrame:
     """One row a series, origin and step: unique_id, origin (stamp of the last known row), ds, step, y, mean, and the quantiles."""
     grid, y, _ = table.aligned()
     series, count, horizon = point.shape

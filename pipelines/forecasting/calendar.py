@@ -31,8 +31,8 @@ def natural_cycles(frequency: str) -> tuple[int, ...]:
     """Rows of the cycles that a frequency suggests, shortest first: an hour, a day, a week or a year, where a whole number of rows fits."""
     count, unit = parse_frequency(frequency)
     if unit in _MONTHS:
-        rows = 12 / (count * _MONTHS[unit])
-        return (int(rows),) if rows > 1 and rows.is_integer() else ()
+        months = count * _MONTHS[unit]
+        return (12 // months,) if months < 12 and 12 % months == 0 else ()
     if unit == "i":
         return ()
     if unit == "b":

@@ -85,7 +85,9 @@ class TitansForecaster(BaseEstimator):
         self.patch_rows = patch_rows
         self.rule = rule
 
-    def fit(self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None) -> TitansForecaster:
+    def fit(
+        self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None
+    ) -> TitansForecaster:
         """Train on a long frame (`unique_id, ds, y`) or a panel. progress(epoch, epochs, error) is called after each epoch.
 
         Raises UserError where the series are too short for one training window, naming what would fit.
@@ -97,8 +99,8 @@ class TitansForecaster(BaseEstimator):
         border = total - held_out
         if border < self.look_back + self.horizon + 1:
             raise UserError(
-                f"the longest span of the series is {total} rows; with look-back {self.look_back}, horizon {self.horizon} and {held_out} rows "
-                f"of validation at least {self.look_back + self.horizon + 1 + held_out} are needed: shorten the look-back or the horizon"
+                f"the series span {total} rows; with look-back {self.look_back}, horizon {self.horizon} and {held_out} rows of "
+                f"validation at least {self.look_back + self.horizon + 1 + held_out} are needed: shorten the look-back or the horizon"
             )
         seasons = default_seasons(table.frequency, border)
         config = ForecasterConfig(
@@ -124,7 +126,9 @@ class TitansForecaster(BaseEstimator):
         try:
             self.line_ = fit_line(model, train_windows, valid_windows)
         except ValueError as error:
-            raise UserError(f"{error}: too many values are missing, or no series is as long as look-back and horizon") from error
+            raise UserError(
+                f"{error}: too many values are missing, or no series is as long as look-back and horizon"
+            ) from error
         self.forecaster_ = model
         settings = Training(epochs=self.epochs, seed=self.seed)
         tell = None if progress is None else (lambda epoch, error: progress(epoch, 2 * self.epochs, error))
@@ -201,7 +205,10 @@ class TitansForecaster(BaseEstimator):
         grid, y, observed = table.aligned()
         rows = self._rows(grid, y, observed, self.forecaster_.config.seasons)
         (found,), _ = replay(
-            self.forecaster_, self.forecaster_.initial_state(len(y)), rows, [torch.from_numpy(np.asarray(origins, np.int64))]
+            self.forecaster_,
+            self.forecaster_.initial_state(len(y)),
+            rows,
+            [torch.from_numpy(np.asarray(origins, np.int64))],
         )
         return found, grid
 
@@ -211,7 +218,9 @@ class TitansForecaster(BaseEstimator):
         model = self.forecaster_
         points, around = [], []
         with torch.inference_mode():
-            for part, base, unit in zip(found.x.split(4096), found.level.split(4096), found.unit.split(4096), strict=True):
+            for part, base, unit in zip(
+                found.x.split(4096), found.level.split(4096), found.unit.split(4096), strict=True
+            ):
                 middle = model.centre_of(part)
                 spread = model.roughness(part) ** model.config.spread
                 points.append(base[:, None] + unit[:, None] * middle)
@@ -324,7 +333,9 @@ class TitansForecaster(BaseEstimator):
                     )
                     slots = np.stack([phase(row) for row in slots])
                     state = model.initial_state(len(some))
-                    parts.append(model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots)))
+                    parts.append(
+                        model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
+                    )
                     order.append(some)
             place = np.argsort(np.concatenate(order))
             return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1]
@@ -333,7 +344,9 @@ class TitansForecaster(BaseEstimator):
         self, data: str, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y"
     ) -> tuple[tuple[str, ...], list[int], ForecasterState]:
         """A table's series, the times of their last rows (microseconds, or whole numbers) and memories that have read them."""
-        table = read_panel([data], frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column)
+        table = read_panel(
+            [data], frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column
+        )
         state, last = self._read(self.forecaster_, table)
         return table.ids, [_as_int(ds) for ds in last], state
 
@@ -345,7 +358,11 @@ class TitansForecaster(BaseEstimator):
         if unknown := [q for q in levels if q not in config.quantiles]:
             raise UserError(f"the model was calibrated for quantiles {config.quantiles}, not for {unknown}")
         phase = phases(self.frequency_, config.seasons)
-        stamps = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds]) if len(ids) else np.empty((0, config.horizon))
+        stamps = (
+            np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds])
+            if len(ids)
+            else np.empty((0, config.horizon))
+        )
         if not len(ids):
             raise UserError("nothing to forecast: this forecaster knows no series; give it a frame")
         future = torch.from_numpy(np.stack([phase(row) for row in stamps]))

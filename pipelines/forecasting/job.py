@@ -92,7 +92,12 @@ def train(
     if executor == "ray":
         ray_cluster()
     table = read_panel(
-        [data], frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column, executor=executor
+        [data],
+        frequency=frequency,
+        id_column=id_column,
+        time_column=time_column,
+        target_column=target_column,
+        executor=executor,
     )
     known = _border(table, look_back, horizon)
     model = TitansForecaster(horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency, blocks=blocks)
@@ -109,7 +114,10 @@ def train(
     model.state_, model.last_ds_ = model._read(model.forecaster_, table)
     model.ids_ = table.ids
     forecast = model.predict()
-    paths = {name: folder / name for name in ("forecasts.parquet", "backtest.parquet", "leaderboard.json", "plot.png", "model.safetensors")}
+    paths = {
+        name: folder / name
+        for name in ("forecasts.parquet", "backtest.parquet", "leaderboard.json", "plot.png", "model.safetensors")
+    }
     tables.write(forecast, str(paths["forecasts.parquet"]))
     tidy = rolling.tidy(table, origins, points["tethys"], quantile, levels)
     tables.write(tidy, str(paths["backtest.parquet"]))
@@ -124,7 +132,9 @@ def train(
         "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
         "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(origins), "blocks": " ".join(blocks),
     }  # fmt: skip
-    metrics = {f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)}
+    metrics = {
+        f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)
+    }
     with tracking.run(store, f"train {model_name}", params=params) as run:
         run.log_metrics(metrics)
         frame = table.frame()
@@ -229,7 +239,9 @@ def forecast_panel(
     """The next `horizon` rows (the model's own where None; fewer, but never more) of every series of a panel."""
     steps = model.horizon if horizon is None else int(horizon)
     if not 1 <= steps <= model.horizon:
-        raise UserError(f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}")
+        raise UserError(
+            f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}"
+        )
     state, last = model._read(model.forecaster_, table)
     result = model._forecast(state, table.ids, last, quantiles)
     if steps < model.horizon:
@@ -246,7 +258,9 @@ def _registered(name: str, version: str, tracking_uri: str) -> tuple[TitansForec
 
 def _same_frequency(model: TitansForecaster, table: Panel, data: str) -> None:
     if table.frequency != model.frequency_:
-        raise UserError(f"the model was trained on steps of {model.frequency_}, the series of {data} have steps of {table.frequency}")
+        raise UserError(
+            f"the model was trained on steps of {model.frequency_}, the series of {data} have steps of {table.frequency}"
+        )
 
 
 def _season(frequency: str) -> int:

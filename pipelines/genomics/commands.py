@@ -1,4 +1,4 @@
-"""`tethys genomics`: audit, train, classify, score-variants."""
+"""`tethys genomics`: audit, train, classify, score-variants, pretrain, embed."""
 
 from __future__ import annotations
 
@@ -142,3 +142,64 @@ def score_variants_command(
     print(", ".join(f"{name} {count}" for name, count in status.items()) or "no allele")
     if set(status) != {"ok"}:
         raise typer.Exit(3)
+
+
+@app.command(epilog="Example: tethys genomics pretrain ecoli.fa.gz --output ecoli.safetensors")
+def pretrain(
+    genomes: Annotated[list[str], typer.Argument(help="Sequence files that the model is made from.")],
+    output: Annotated[Path, typer.Option(help="File for counts and weights.")],
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of 16,384 bases.")] = 120,
+    measure: Annotated[str | None, typer.Option(help="Sequence file to report bits per base on.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a DNA language model of genomes, and say how well it foretells another one with its memory on and off."""
+    import torch
+
+    from connectors.sequences import read
+    from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, save, without_writes
+    from titans_core.dna_model import train as train_model
+    from titans_core.tokenizers import encode_bases
+
+    contigs = [encode_bases(record.sequence) for path in genomes for record in read(path)]
+    config = DnaModelConfig()
+    counts = ContextCounts.of(contigs, config.orders)
+    torch.manual_seed(seed)
+    model = DnaModel(config)
+    history = train_model(model, counts, contigs, steps=steps, seed=seed)
+    save(model, counts, output)
+    last = history[-20:]
+    found = {"bases": float(sum(map(len, contigs))), "train_bits_per_base": sum(last) / len(last)}
+    if measure is not None:
+        rows = [encode_bases(record.sequence) for record in read(measure)]
+        total = sum(map(len, rows))
+        found["carried_bits_per_base"] = sum(bits_per_base(model, counts, row)[0] * len(row) for row in rows) / total
+        with without_writes(model):
+            found["frozen_bits_per_base"] = sum(bits_per_base(model, counts, row)[0] * len(row) for row in rows) / total
+    print(json.dumps(found) if as_json else ", ".join(f"{name} {value:.4f}" for name, value in found.items()))
+
+
+@app.command(epilog="Example: tethys genomics embed ecoli.safetensors contigs.fa --output vectors.parquet")
+def embed(
+    model: Annotated[Path, typer.Argument(help="File that `pretrain` wrote.")],
+    source: Annotated[str, typer.Argument(help="Sequence file; '-' for standard input.")],
+    output: Annotated[Path, typer.Option(help="Parquet: id, length, and the vector of each record.")],
+) -> None:
+    """One vector a record: the mean of what the language model reads at each base."""
+    import polars as pl
+
+    from connectors.sequences import read
+    from titans_core.dna_model import embed as embed_codes
+    from titans_core.dna_model import load
+    from titans_core.tokenizers import encode_bases
+
+    network, counts = load(model)
+    rows = [
+        {"id": record.id, "length": len(record.sequence), "vector": embed_codes(network, counts, encode_bases(record.sequence))}
+        for record in read(source)
+    ]
+    part = output.with_name("." + output.name)
+    vector = pl.Array(pl.Float32, network.config.dim)
+    pl.DataFrame(rows, schema={"id": pl.String(), "length": pl.Int64(), "vector": vector}).write_parquet(part)
+    part.replace(output)
+    print(f"{len(rows)} vectors of {network.config.dim} numbers")

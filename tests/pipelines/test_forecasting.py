@@ -56,7 +56,9 @@ def test_predict_continues_every_series(fitted: TitansForecaster, frame: pl.Data
     np.testing.assert_allclose(again["mean"], out["mean"], rtol=1e-5)
 
 
-def test_update_equals_one_pass_and_trains_nothing(fitted: TitansForecaster, frame: pl.DataFrame, tmp_path: Path) -> None:
+def test_update_equals_one_pass_and_trains_nothing(
+    fitted: TitansForecaster, frame: pl.DataFrame, tmp_path: Path
+) -> None:
     border = frame["ds"].unique().sort()[700]
     fitted.save(tmp_path)
     streamed = TitansForecaster.load(tmp_path)
@@ -129,11 +131,16 @@ def test_carried_state_helps_where_the_past_is_longer_than_the_look_back() -> No
 def test_slots_follow_the_calendar() -> None:
     seasons = default_seasons("15m", 10_000)
     assert [(s.rows, s.slots) for s in seasons] == [(1, 1), (96, 96), (672, 168)]
-    stamps = np.array(["2024-01-01T00:00", "2024-01-01T00:45", "2024-01-07T23:45", "2024-01-08T00:00"], "datetime64[us]")
+    stamps = np.array(
+        ["2024-01-01T00:00", "2024-01-01T00:45", "2024-01-07T23:45", "2024-01-08T00:00"], "datetime64[us]"
+    )
     slots = phases("15m", seasons)(stamps)
     assert slots.tolist() == [[0, 0, 0], [0, 3, 0], [0, 95, 167], [0, 0, 0]]  # 2024-01-01 is a Monday
     assert (phases("15m", seasons)(stamps.astype(np.int64)) == slots).all()
-    assert (np.diff(steps(np.array(["2024-01", "2024-02", "2024-04"], "datetime64[M]").astype("datetime64[us]"), "1mo")) == [1, 2]).all()
+    assert (
+        np.diff(steps(np.array(["2024-01", "2024-02", "2024-04"], "datetime64[M]").astype("datetime64[us]"), "1mo"))
+        == [1, 2]
+    ).all()
 
 
 def test_metrics_by_hand(frame: pl.DataFrame) -> None:
@@ -154,7 +161,13 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
     data, store = tmp_path / "load.csv", f"sqlite:///{tmp_path}/t.db"
     frame.write_csv(data)
     result = job.train(
-        str(data), look_back=LOOK_BACK, horizon=HORIZON, tracking_uri=store, model_name="load", output=tmp_path / "out", epochs=2
+        str(data),
+        look_back=LOOK_BACK,
+        horizon=HORIZON,
+        tracking_uri=store,
+        model_name="load",
+        output=tmp_path / "out",
+        epochs=2,
     )
     names = {row["model"] for row in result.leaderboard}
     assert names == {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried"}
@@ -163,7 +176,9 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
         assert Path(path).stat().st_size > 0
     again = job.backtest(str(data), model_name="load", tracking_uri=store, output=tmp_path / "bt", origins=3)
     assert again.origins == 3
-    written = job.forecast(str(data), model_name="load", tracking_uri=store, output=str(tmp_path / "f.parquet"), horizon=5)
+    written = job.forecast(
+        str(data), model_name="load", tracking_uri=store, output=str(tmp_path / "f.parquet"), horizon=5
+    )
     assert written.rows == 3 * 5
     first = pl.read_parquet(result.forecasts).group_by("unique_id", maintain_order=True).head(5)
     np.testing.assert_allclose(pl.read_parquet(tmp_path / "f.parquet")["mean"], first["mean"], rtol=1e-6)

@@ -69,3 +69,19 @@ def test_classify_ends_with_3_when_a_record_was_bad(tmp_path):
     assert table["id"].to_list() == ["a", "c"]
     (tmp_path / "a.fa").write_text(">a\nACGT\n")
     assert runner.invoke(app, ["classify", str(tmp_path / "job.yaml")]).exit_code == 0
+
+
+def test_pretrain_and_embed(tmp_path):
+    choose = random.Random(1)
+    for name, length in (("g", 4000), ("t", 900)):
+        (tmp_path / f"{name}.fa").write_text(f">{name}\n{''.join(choose.choices('AACGT', k=length))}\n")
+    model = str(tmp_path / "m.safetensors")
+    arguments = ["pretrain", str(tmp_path / "g.fa"), "--output", model, "--steps", "2", "--measure", str(tmp_path / "t.fa"), "--json"]
+    done = runner.invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert set(found) == {"bases", "train_bits_per_base", "carried_bits_per_base", "frozen_bits_per_base"}
+    done = runner.invoke(app, ["embed", model, str(tmp_path / "t.fa"), "--output", str(tmp_path / "v.parquet")])
+    assert done.exit_code == 0, done.output
+    table = pl.read_parquet(tmp_path / "v.parquet")
+    assert (table["id"].to_list(), table["length"].to_list(), table["vector"].dtype.shape) == (["t"], [900], (48,))

@@ -10,10 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels import family as kernels_family
+from kernels.features import polynomial
+from kernels.heads import conv_heads
+from kernels.linear import linear_exact
+from kernels.mlp import deep
+from kernels.network import Network
 from titans_core import state as value
 from titans_core.blocks import Backbone
-from titans_core.config import BackboneConfig, ConfigError, MemoryConfig
-from titans_core.memory import NeuralMemory
+from titans_core.config import FAMILY, PRESETS, RULES, BackboneConfig, ConfigError, MemoryConfig, family, preset
+from titans_core.config import MIXERS as EVERY_MIXER
+from titans_core.memory import KernelMemory, NeuralMemory
 
 # name -> mixer, settings of its memory
 MEMORIES: dict[str, dict[str, Any]] = {
@@ -34,6 +41,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "poly_deep": {"rule": "deep", "degree": 2},
     "poly_atlas": {"rule": "atlas", "degree": 2, "window": 3, "muon_every": 4},
 }
+MEMORIES |= {name: FAMILY[name] for name in ("delta_net", "gated_delta_net", "ttt_linear", "dla", "swla")}
 MIXERS = ["lmm", "mac", "mag", "mal", "window", "attention"]
 MIXERS += ["mac-stale", "mac-deep", "mag-deep", "mac-omega_exact", "mac-poly_deep", "mac-atlas_block"]
 MIXERS += [f"lmm-{memory}" for memory in MEMORIES if memory != "exact"]
@@ -146,7 +154,7 @@ def test_every_parameter_learns(mixer: str) -> None:
     assert still == []
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("memory", [name for name, memory in MEMORIES.items() if memory.get("loss") != "dot"])
 @pytest.mark.parametrize("momentum", [-20.0, 1.0])
 def test_a_repeated_token_at_the_largest_step_stays_bounded(memory: str, momentum: float) -> None:
     """E.2's worst case: one key again and again, nothing forgotten, every gate of the step and of the window open.
@@ -166,8 +174,135 @@ def test_a_repeated_token_at_the_largest_step_stays_bounded(memory: str, momentu
     assert largest < 10.0
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_repeated_token_at_the_largest_step_of_dot_stays_bounded(window: int) -> None:
+    torch.manual_seed(7)
+    layer = KernelMemory("dot", MemoryConfig(dim=16, heads=2, window=window, decay=False))
+    with torch.no_grad():
+        layer.gates.bias.fill_(20.0)
+        layer.log_tau.fill_(1.0)
+        if window > 1:
+            layer.lags.bias.fill_(20.0)
+    with torch.inference_mode():
+        y, state = layer(torch.randn(1, 1, 16).expand(1, 200, 16), layer.initial_state(1))
+    assert torch.isfinite(y).all() and float(state.memory.rows.abs().max()) < 10.0
+
+
+@pytest.mark.parametrize("name", ["delta_net", "gated_delta_net", "swla", "dla", "omega_net", "ttt_linear", "ttt_mlp"])
+def test_a_named_memory_is_the_kernels_rule_of_that_name(name: str) -> None:
+    """The layer's output is that of `kernels.family` between the same projections."""
+    torch.manual_seed(7)
+    layer = NeuralMemory(family(name, dim=16, heads=2, chunk=4, expansion=2, conv=1, degree=1)).double()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    x, start = torch.randn(2, 11, 16, dtype=torch.float64), layer.initial_state(2)
+    y, _ = layer(x, start)
+    q, k, v = conv_heads(layer.qkv(x), start.conv, layer.conv.weight, 2, layer.length)
+    theta, eta, alpha = layer._gates(x)
+    assert eta is None
+    chosen: dict[str, Any] = {"chunk": 4}
+    gates = [theta] if alpha is None else [theta, alpha]
+    if layer.config.window > 1:
+        gamma = torch.sigmoid(layer.lags(x)).unflatten(-1, (2, layer.config.window)).transpose(1, 2)
+        total = gamma.sum(-1).clamp(min=1.0)
+        gates = [theta / (total if layer.matrix else total.unsqueeze(-1)), *gates[1:], gamma]
+    if not layer.matrix:
+        chosen |= {"network": layer.network} if name.startswith("ttt") else {"network": layer.network, "init": tuple(layer.init)}
+    rule = getattr(kernels_family, "ttt" if name.startswith("ttt") else name)
+    state = start.memory
+    if layer.config.decay_to_init and layer.matrix:  # the state is a deviation from W_0, here a shift of the targets or of the reads
+        shifted = v if layer.config.loss == "dot" else v - k @ layer.init[0].mT
+        read = rule(q, k, shifted, *gates, state, **chosen)[0] + q @ layer.init[0].mT
+    else:
+        read = rule(q, k, v, *gates, state, **chosen)[0]
+    torch.testing.assert_close(layer._output(read, x), y, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize("rule", ["exact", "deep"])
+def test_polynomial_features_take_the_place_of_keys_and_queries(rule: str) -> None:
+    """The residual of an MLP goes around the features: it regresses v - k and reads q beside (papers B.3)."""
+    torch.manual_seed(7)
+    chosen: dict[str, Any] = {"rule": rule, "degree": 2, "conv": 1, "decay_to_init": False, "chunk": 4}
+    layer = NeuralMemory(MemoryConfig(dim=16, heads=2, **chosen)).double()
+    x, start = torch.randn(2, 11, 16, dtype=torch.float64), layer.initial_state(2)
+    y, _ = layer(x, start)
+    q, k, v = conv_heads(layer.qkv(x), start.conv, layer.conv.weight, 2, 1.0)
+    phi_q, phi_k = polynomial(q, layer.coefficients), polynomial(k, layer.coefficients)
+    assert phi_k.shape[-1] == 45
+    gates = layer._gates(x)
+    if rule == "exact":
+        read = linear_exact(phi_q, phi_k, v, *gates, start.memory)[0]
+    else:
+        long, network = 45**0.5, Network(residual=False)
+        read = deep(long * phi_q, long * phi_k, v - 8**0.5 * k, *gates, start.memory, init=None, chunk=4, network=network)[0] + 8**0.5 * q
+    torch.testing.assert_close(layer._output(read, x), y, atol=1e-9, rtol=1e-9)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    chosen=st.fixed_dictionaries(
+        {
+            "rule": st.sampled_from(RULES),
+            "read": st.sampled_from(["after", "before", "anchor"]),
+            "window": st.sampled_from([1, 3]),
+            "degree": st.sampled_from([1, 2]),
+            "depth": st.sampled_from([1, 2, 3]),
+            "muon_every": st.sampled_from([1, 1, 2, 3]),
+            "loss": st.sampled_from(["l2", "l2", "dot"]),
+            "decayed_error": st.sampled_from([False, False, True]),
+            "momentum": st.booleans(),
+            "decay": st.booleans(),
+            "decay_to_init": st.booleans(),
+            "conv": st.sampled_from([1, 4]),
+        }
+    )
+)
+def test_every_configuration_is_refused_or_runs(chosen: dict[str, Any]) -> None:
+    try:
+        config = MemoryConfig(dim=8, heads=2, chunk=4, expansion=2, **chosen)
+    except ConfigError:
+        return
+    layer, x = NeuralMemory(config), torch.randn(1, 7, 8)
+    state = layer.initial_state(1)
+    for part in (x[:, :5], x[:, 5:]):
+        y, state = layer(part, state)
+        assert torch.isfinite(y).all()
+    assert torch.isfinite(layer.read(x, state.memory, state.conv)[0]).all()
+
+
+@pytest.mark.parametrize("mixer", EVERY_MIXER)
+@pytest.mark.parametrize("size", PRESETS)
+def test_presets_have_the_papers_geometry(size: str, mixer: str) -> None:
+    config = preset(size, mixer, **({"window": 8} if mixer == "swdt" else {}))  # type: ignore[arg-type]
+    with torch.device("meta"):
+        blocks = Backbone(config).blocks
+    assert (len(blocks), config.dim, config.memory.heads) == PRESETS[size]
+    if mixer == "lmm":  # with embeddings of 32,000 tokens in and out, near the name; mac, mag and mal have a second branch
+        counted = sum(parameter.numel() for parameter in blocks.parameters()) + 2 * 32_000 * config.dim
+        named = float(size[:-1]) * (1e9 if size.endswith("B") else 1e6)
+        assert 0.8 * named < counted < 1.3 * named
+
+
 def test_a_wrong_configuration_names_the_field() -> None:
     with pytest.raises(ConfigError, match="dim 10 must be a multiple of heads 4"):
         MemoryConfig(dim=10)
     with pytest.raises(ConfigError, match="layer 'gru' is none of"):
         BackboneConfig(memory=MemoryConfig(dim=16), layers=("gru",))  # type: ignore[arg-type]
+    for refused, message in [
+        ({"rule": "hybrid", "window": 4}, "rule 'hybrid' has no Omega window"),
+        ({"rule": "atlas", "read": "anchor"}, "rule 'atlas' reads 'after' or 'before'"),
+        ({"rule": "atlas", "chunk": 8, "muon_every": 3}, "muon_every 3 must divide chunk 8"),
+        ({"rule": "deep", "muon_every": 2}, "belongs to rules 'atlas' and 'atlas"),
+        ({"degree": 3}, "degree 3 gives a head of width 64 47905 features"),
+        ({"loss": "dot"}, "with loss 'dot' take 'stale'"),
+        ({"rule": "stale", "decayed_error": True}, "decayed_error needs rule 'exact'"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            MemoryConfig(**({"dim": 256} | refused))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="memory 'mamba' is none of titans, delta_net"):
+        family("mamba", dim=16)
+    with pytest.raises(ConfigError, match="size '7B' is none of 170M"):
+        preset("7B")
+    with pytest.raises(ConfigError, match="layer 'swdt' writes a window of tokens"):
+        BackboneConfig(memory=MemoryConfig(dim=16), layers=("swdt",))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, train, without_writes
+from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, embed, load, save, train, without_writes
 from titans_core.tokenizers import complement
 
 ORDERS = (1, 2, 3, 13)
@@ -85,6 +85,16 @@ def test_without_writes_the_memory_stays_empty_and_comes_back(parts):
     assert bits_per_base(model, counts, other)[0] == carried
     assert frozen != carried
     assert float(empty.backbone[0].memory.W.abs().max()) < 1e-6 < float(state.backbone[0].memory.W.abs().max())
+
+
+def test_saved_and_loaded_it_reads_the_same(parts, tmp_path):
+    model, counts, _ = parts
+    other = sequence(300, seed=6)
+    save(model, counts, tmp_path / "m.safetensors")
+    again, counts_again = load(tmp_path / "m.safetensors")
+    assert bits_per_base(again, counts_again, other)[0] == bits_per_base(model, counts, other)[0]
+    assert np.array_equal(embed(again, counts_again, other), embed(model, counts, other))
+    assert np.allclose(embed(model, counts, other, piece=50), embed(model, counts, other), atol=1e-5)
 
 
 def test_training_lowers_bits_on_a_genome_with_structure():

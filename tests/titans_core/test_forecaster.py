@@ -25,7 +25,9 @@ SEASONS = (
 
 def model(memory: str = "carried", **options: object) -> Forecaster:
     torch.manual_seed(0)
-    config = ForecasterConfig(**{"look_back": 10, "horizon": 9, "seasons": SEASONS, "memory": memory, "hidden": 8, **options})  # type: ignore[arg-type]
+    config = ForecasterConfig(
+        **{"look_back": 10, "horizon": 9, "seasons": SEASONS, "memory": memory, "hidden": 8, **options}
+    )  # type: ignore[arg-type]
     made = Forecaster(config)
     made.line.normal_(std=0.1)
     made.offsets.copy_(torch.linspace(-1, 1, len(config.quantiles)).expand_as(made.offsets))
@@ -34,11 +36,17 @@ def model(memory: str = "carried", **options: object) -> Forecaster:
     return made
 
 
-def stream(rows: int = 90, series: int = 3, missing: float = 0.2, offset: float = 50.0) -> tuple[Tensor, Tensor, Tensor]:
+def stream(
+    rows: int = 90, series: int = 3, missing: float = 0.2, offset: float = 50.0
+) -> tuple[Tensor, Tensor, Tensor]:
     """y, observed, phase with 20 rows more than y."""
     generator = torch.Generator().manual_seed(1)
     t = torch.arange(rows + 20)
-    y = offset + torch.sin(t[:rows] * math.tau / 6) * 3 + torch.randn(series, rows, generator=generator, dtype=torch.float64)
+    y = (
+        offset
+        + torch.sin(t[:rows] * math.tau / 6) * 3
+        + torch.randn(series, rows, generator=generator, dtype=torch.float64)
+    )
     observed = torch.rand(series, rows, generator=generator) >= missing
     phase = torch.stack([t // s.stride % s.slots for s in SEASONS], -1).expand(series, -1, -1).to(torch.int16)
     return y, observed, phase
@@ -101,7 +109,9 @@ def test_the_memory_is_the_exact_rule_with_one_hot_keys() -> None:
         write_slot(memory, (0.3,), slots[:, t], v[:, t], torch.ones(2, dtype=torch.bool))
     key = torch.nn.functional.one_hot(slots, 5).float().unsqueeze(1)
     zeros = torch.zeros(2, 1, 1, 5)
-    _, exact = linear_exact(key, key, v[:, None, :, None], torch.full((2, 1, 40), 0.3), None, None, MatrixState(zeros, zeros))
+    _, exact = linear_exact(
+        key, key, v[:, None, :, None], torch.full((2, 1, 40), 0.3), None, None, MatrixState(zeros, zeros)
+    )
     torch.testing.assert_close(memory.W, exact.W, rtol=1e-5, atol=1e-6)
 
 
@@ -115,7 +125,9 @@ def test_quantiles_never_cross() -> None:
 def test_a_constant_stream_is_forecast_exactly_even_far_from_zero() -> None:
     m, (_, _, phase) = model(), stream()
     y = torch.full((3, 90), 1e9 + 0.25, dtype=torch.float64)
-    q = m.forecast(m.observe(m.initial_state(3), y, torch.ones_like(y, dtype=torch.bool), phase[:, :90]), phase[:, 90:99])
+    q = m.forecast(
+        m.observe(m.initial_state(3), y, torch.ones_like(y, dtype=torch.bool), phase[:, :90]), phase[:, 90:99]
+    )
     assert (q == 1e9 + 0.25).all()
 
 
@@ -142,7 +154,9 @@ def test_replayed_windows_equal_the_live_stream(memory: str) -> None:
     start = m.initial_state(3)
     if memory != "carried":
         start = initial_memory(m, start, Rows(y, observed, phase))
-        start = dataclasses.replace(start, centre=torch.full((3,), 49.0, dtype=torch.float64), count=torch.ones(3, dtype=torch.float64))
+        start = dataclasses.replace(
+            start, centre=torch.full((3,), 49.0, dtype=torch.float64), count=torch.ones(3, dtype=torch.float64)
+        )
     origins = torch.tensor([10, 11, 40, 70])
     (windows,), end = replay(m, start, Rows(y, observed, phase), [origins])
     assert_equal(end, m.observe(start, y, observed, phase[:, :90]))
@@ -154,7 +168,10 @@ def test_replayed_windows_equal_the_live_stream(memory: str) -> None:
         torch.testing.assert_close(windows.level[rows], level[:, 0])
         seen = observed[:, t : t + 9]
         torch.testing.assert_close(
-            (windows.level[rows, None] + windows.unit[rows, None] * windows.y[rows])[seen], y[:, t : t + 9][seen], rtol=1e-5, atol=1e-4
+            (windows.level[rows, None] + windows.unit[rows, None] * windows.y[rows])[seen],
+            y[:, t : t + 9][seen],
+            rtol=1e-5,
+            atol=1e-4,
         )
         assert windows.y[rows][~seen].isnan().all()
 
@@ -165,7 +182,10 @@ def test_training_learns_keeps_the_best_epoch_and_calibrates() -> None:
     phase = torch.stack([t // s.stride % s.slots for s in SEASONS], -1).expand(3, -1, -1).to(torch.int16)
     m = Forecaster(dataclasses.replace(model().config, quantiles=(0.1, 0.5, 0.9)))
     (train, valid, test), _ = replay(
-        m, m.initial_state(3), Rows(y, observed, phase), [torch.arange(30, 240), torch.arange(250, 320), torch.arange(320, 391)]
+        m,
+        m.initial_state(3),
+        Rows(y, observed, phase),
+        [torch.arange(30, 240), torch.arange(250, 320), torch.arange(320, 391)],
     )
     line = fit_line(m, train, valid)
     naive = float((valid.y**2).mean())
