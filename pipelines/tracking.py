@@ -290,7 +290,10 @@ def _client(uri: str) -> MlflowClient:
         return MlflowClient(tracking_uri=uri, registry_uri=uri)
     except MlflowException as error:
         if "out-of-date database schema" not in str(error):
-            raise
+            raise UserError(
+                f"cannot open the tracking store {uri!r}: write a SQLite file as sqlite:///FILE, or the address of a "
+                f"tracking server as http://HOST:PORT (MLflow says: {str(error).split('. ')[0]})"
+            ) from None
         raise UserError(
             f"the tracking store {uri} was made by another release of MLflow than {mlflow.__version__}: keep a copy "
             "of the file and run "

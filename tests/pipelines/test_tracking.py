@@ -135,6 +135,12 @@ def test_a_store_that_is_not_there(tmp_path):
         tracking.open_store("sqlite:///:memory:")
 
 
+@pytest.mark.parametrize("uri", ["runs/tethys.db", "mysterious://x"])
+def test_an_address_that_names_no_store_is_told_what_to_write(uri):
+    with pytest.raises(UserError, match="cannot open the tracking store .*sqlite:///FILE"):
+        tracking.load_model("a", "b", uri)
+
+
 def test_a_store_of_another_release_is_not_migrated_behind_the_back(store, tmp_path):
     old = tmp_path / "old.db"
     with sqlite3.connect(store.uri.removeprefix("sqlite:///")) as source, sqlite3.connect(old) as copy:
