@@ -46,7 +46,7 @@ def available() -> dict[str, str]:
     has_triton = importlib.util.find_spec("triton") is not None
     facts = {
         "torch": "yes",
-        "native": f"{'yes' if status.available else 'no'}: {status.reason}; {status.cost}",
+        "native": f"{'yes' if status.available else 'no'}: {status.reason}" + ("" if status.cost == "none" else f"; {status.cost}"),
         "triton": "yes" if gpu and has_triton else "no: " + ("no CUDA or HIP device" if has_triton else "the package is not installed"),
     }
     facts["cpu"] = forced() or ("native" if status.available else "torch")

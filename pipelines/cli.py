@@ -348,19 +348,12 @@ def models_show(
     if as_json:
         _print_json(versions)
         return
-    rows = []
     for v in versions:
         created = datetime.fromtimestamp(v["created_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        rows.append(
-            {
-                "version": v["version"],
-                "aliases": ", ".join(v["aliases"]),
-                "created": created,
-                **v["metrics"],
-                "run": v["run_id"],
-            }
-        )
-    _print_table(rows)
+        aliases = f"  {', '.join(v['aliases'])}" if v["aliases"] else ""
+        typer.echo(f"version {v['version']}{aliases}  {created}  run {v['run_id']}")
+        for metric, value in v["metrics"].items():
+            typer.echo(f"    {metric:<12} {_cell(value)}")
 
 
 @app.command(epilog="Example: tethys doctor")

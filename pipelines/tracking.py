@@ -35,6 +35,9 @@ except importlib.metadata.PackageNotFoundError:
 
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+# A server that does not answer is said so in seconds; MLflow's own default is many minutes.
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault(
     "MLFLOW_MODEL_CATALOG_URI", ""
@@ -197,11 +200,14 @@ def register_forecaster(
     """Logs the weights (safetensors) and the configuration as a model of the run, registers it as a new version and
     moves the alias to it.
 
-    The two examples are a long frame as it goes in (`unique_id, ds, y`) and the forecast of it; with `params`
-    (`horizon`, `quantiles`: the defaults at prediction) they make the signature.
+    The two examples are a long frame as it goes in (`unique_id, ds, y`; `ds` in ISO 8601, UTC where no offset stands) and the
+    forecast of it; with `params` (`h`, `quantiles`: the defaults at prediction) they make the signature.
     """
+    import polars.selectors as cs
+
     entry = _entry_file()
-    inputs = input_example.to_pandas()
+    # Stamps go in as text: MLflow's own datetime type refuses a zone, and JSON has text only.
+    inputs = input_example.with_columns(cs.datetime().dt.strftime("%Y-%m-%dT%H:%M:%SZ")).to_pandas()
     signature = mlflow.models.infer_signature(inputs, output_example.to_pandas(), params=dict(params))
     with tempfile.TemporaryDirectory() as folder:
         config_path = Path(folder) / "config.json"

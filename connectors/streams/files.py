@@ -343,7 +343,7 @@ class FileSink:
         if size < length:
             raise UserError(
                 f"'{self.path}' has {size} bytes, the checkpoint has committed {length}: "
-                "put the file back, or start with a new checkpoint and output"
+                "put the file back, name the output that this checkpoint belongs to, or start with a new checkpoint and output"
             )
         if receipt is None and size:
             raise UserError(f"'{self.path}' already holds {size} bytes of another run: choose another output, or use its checkpoint")

@@ -2,7 +2,8 @@
 imported.
 
 Context in, forecast out: a long frame (`unique_id, ds, y`, where `y` may be empty) is read by a fresh memory from its
-first row to its last, and the forecast continues each series. No call leaves anything behind; a memory that lives on
+first row to its last, and the forecast continues each series, `h` rows of it. `ds` is ISO 8601 text or, where the model
+was trained on whole numbers, a number. No call leaves anything behind; a memory that lives on
 is the streaming service's.
 """
 
@@ -26,9 +27,9 @@ class RegisteredForecaster(PythonModel):
 
         params = params or {}
         frame = pl.from_pandas(model_input, nan_to_null=True)
-        forecast = forecast_frame(
-            self.forecaster, frame, horizon=params.get("horizon"), quantiles=params.get("quantiles")
-        )
+        if frame.schema["ds"] == pl.String:
+            frame = frame.with_columns(pl.col("ds").str.to_datetime(time_zone="UTC").dt.replace_time_zone(None))
+        forecast = forecast_frame(self.forecaster, frame, horizon=params.get("h"), quantiles=params.get("quantiles"))
         return forecast.to_pandas()
 
 

@@ -100,6 +100,7 @@ def train(
         executor=executor,
     )
     known = _border(table, look_back, horizon)
+    store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
     model = TitansForecaster(horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency, blocks=blocks)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
@@ -126,7 +127,6 @@ def train(
     figure.savefig(paths["plot.png"], dpi=120)
     save_weights(model.forecaster_, paths["model.safetensors"])
 
-    store = tracking.open_store(tracking_uri)
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
@@ -151,7 +151,7 @@ def train(
             alias=alias,
             input_example=example,
             output_example=forecast.filter(pl.col("unique_id") == table.ids[0]),
-            params={"horizon": horizon, "quantiles": list(levels)},
+            params={"h": horizon, "quantiles": list(levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
         )
         link = run.link
@@ -213,10 +213,14 @@ def forecast(
     )
     _same_frequency(model, table, data)
     result = forecast_panel(model, table, horizon)
+    unknown = result.filter(pl.col("mean").is_nan())["unique_id"].unique(maintain_order=True).to_list()
+    if unknown:
+        print(f"no forecast for {len(unknown)} series without one observed value: {', '.join(unknown[:5])}", file=sys.stderr)
+        result = result.filter(pl.col("mean").is_not_nan())
     if "://" not in output:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
     tables.write(result, output)
-    return ForecastResult(name, len(table), result.height, output)
+    return ForecastResult(name, len(table) - len(unknown), result.height, output)
 
 
 def load_forecaster(weights: str | Path, config: str | Path | dict[str, Any]) -> TitansForecaster:
