@@ -126,3 +126,17 @@ def test_a_memory_that_is_not_written_forecasts_worse(trained: dict[str, Any]) -
     truth = np.stack([[row[t : t + HORIZON] for t in origins] for row in y])
     error = {name: np.abs(m.quantiles_at(table, origins)[0] - truth).mean() for name, m in (("alive", alive), ("dead", dead))}
     assert error["dead"] > 1.05 * error["alive"], error
+
+
+def test_the_registered_model_answers_through_mlflow_and_changes_nothing(trained: dict[str, Any]) -> None:
+    """Long frames with ISO stamps, an extra column and a missing value; `h` rows come back, the same ones each time."""
+    import mlflow
+    import pandas as pd
+
+    mlflow.set_tracking_uri(trained["store"])
+    model = mlflow.pyfunc.load_model("models:/whole@champion")
+    stamps = [f"2024-01-01T{hour:02}:00:00Z" for hour in range(4)]
+    request = pd.DataFrame({"unique_id": "new", "ds": stamps, "y": [1.0, 2.0, 3.0, None], "extra": 7})
+    first = model.predict(request, params={"h": 3})
+    assert [str(ds)[11:16] for ds in first["ds"]] == ["04:00", "05:00", "06:00"]
+    assert first["q0.5"].notna().all() and first.equals(model.predict(request, params={"h": 3}))
