@@ -130,7 +130,8 @@ def to_bytes(state: Any, **metadata: str) -> bytes:
 
     Equal states give equal bytes, so bytes can be hashed and compared.
     """
-    tensors = {path: leaf.detach().cpu().contiguous() for path, leaf in leaves(state)}
+    # A copy of each: parts of a state may be one tensor (a fresh anchor is the memory itself), which safetensors refuses.
+    tensors = {path: leaf.detach().cpu().contiguous().clone() for path, leaf in leaves(state)}
     # One metadata entry only: safetensors writes several in random order, and equal states must give equal bytes.
     header = json.dumps({"format_version": FORMAT_VERSION, "metadata": metadata}, sort_keys=True)
     return safetensors.torch.save(tensors, metadata={"tethys_state": header})

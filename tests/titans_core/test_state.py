@@ -63,6 +63,12 @@ def test_bytes_round_trip_is_exact_and_stable() -> None:
     assert equal(value.from_bytes(data, like=example(1)), whole)
 
 
+def test_parts_that_are_one_tensor_are_saved_each_by_itself() -> None:
+    shared = torch.randn(2, 3)
+    saved = value.from_bytes(value.to_bytes((shared, shared)), like=(shared, shared))
+    assert torch.equal(saved[0], shared) and torch.equal(saved[1], shared)
+
+
 def test_bytes_that_do_not_fit_are_refused_by_name() -> None:
     data = value.to_bytes(example(3))
     with pytest.raises(value.StateError, match=r"memory\.weights"):
