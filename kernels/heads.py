@@ -36,9 +36,14 @@ def next_tail(x: Tensor, tail: Tensor) -> Tensor:
     return x[:, x.shape[1] - keep :].clone() if x.shape[1] >= keep else torch.cat((tail, x), dim=1)[:, x.shape[1] :]
 
 
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, T, D) -> (B, H, T, D / H)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
 def conv_heads(u: Tensor, tail: Tensor, weight: Tensor, heads: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (B, H, T, d) from u = x W_qkv (B, T, 3 D): convolution, SiLU, rows of length `scale` for q and k."""
-    q, k, v = (z.unflatten(-1, (heads, -1)).transpose(1, 2) for z in F.silu(convolve(u, tail, weight)).chunk(3, dim=-1))
+    q, k, v = (split_heads(z, heads) for z in F.silu(convolve(u, tail, weight)).chunk(3, dim=-1))
     q, k = unit(q), unit(k)
     return (q, k, v) if scale == 1 else (q * scale, k * scale, v)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from kernels import attention
 from kernels.attention import KeyValues
+from kernels.heads import split_heads
 from titans_core import state as value
 from titans_core.config import BackboneConfig
 from titans_core.memory import KernelMemory, Memory, MemoryState, NeuralMemory, RMSNorm
@@ -75,9 +76,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.dim, config.dim, bias=False)
         self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
     def initial_state(self, batch: int) -> AttentionState:
         width = self.persistent.shape[1] // self.heads
         past = attention.empty_past(batch, self.heads, self.window - 1, width, self.persistent)
@@ -88,10 +86,10 @@ class Attention(nn.Module):
         if self.persistent.shape[0] == 0:
             return None
         _, keys, values = self.qkv(self.persistent[None]).chunk(3, dim=-1)
-        return KeyValues(self._heads(keys), self._heads(values))
+        return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
 
     def forward(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
-        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         position = state.seen[:, None] + torch.arange(x.shape[1], device=x.device)
         q, k = attention.rope(q, position), attention.rope(k, position)
         y, past = attention.sliding_window(q, k, v, state.past, state.seen, self.prefix())
@@ -115,7 +113,7 @@ class FullAttention(Attention):
         return GrowingState(super().initial_state(batch).past)
 
     def forward(self, x: Tensor, state: GrowingState) -> tuple[Tensor, GrowingState]:  # type: ignore[override]
-        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         before, length = state.past.keys.shape[2], x.shape[1]
         position = (before + torch.arange(length, device=x.device)).expand(x.shape[0], -1)
         q, k = attention.rope(q, position), attention.rope(k, position)
@@ -203,9 +201,6 @@ class Mac(nn.Module):
         self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
         self.attention_norm, self.memory_norm = RMSNorm(config.dim), RMSNorm(config.dim)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
     def initial_state(self, batch: int) -> MacState:
         memory = self.memory.initial_state(batch)
         width = self.persistent.shape[1] // self.heads
@@ -234,12 +229,12 @@ class Mac(nn.Module):
         end = place + length
         retrieved, reading = self.memory.read(x, state.anchor, state.reading)
         position = torch.arange(place, end, device=x.device).expand(batch, -1)
-        q, k, v = (self._heads(part) for part in self.qkv(x).chunk(3, dim=-1))
-        _, k_read, v_read = (self._heads(part) for part in self.qkv(retrieved).chunk(3, dim=-1))
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        _, k_read, v_read = (split_heads(part, self.heads) for part in self.qkv(retrieved).chunk(3, dim=-1))
         q, k, k_read = (attention.rope(part, position) for part in (q, k, k_read))
         context = _fill(state.context, k_read, v_read, place)
         segment = _fill(state.segment, k, v, place)
-        _, k_fixed, v_fixed = (self._heads(part) for part in self.qkv(self.persistent[None]).chunk(3, dim=-1))
+        _, k_fixed, v_fixed = (split_heads(part, self.heads) for part in self.qkv(self.persistent[None]).chunk(3, dim=-1))
         fixed = k_fixed.shape[2]
         keys = torch.cat((k_fixed.expand(batch, -1, -1, -1), context.keys[:, :, :end], segment.keys[:, :, :end]), dim=2)
         values = torch.cat(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kernels import dispatch, linear, native
 from kernels.features import polynomial, taylor_coefficients
-from kernels.heads import convolve, next_tail, unit
+from kernels.heads import convolve, next_tail, split_heads, unit
 from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
@@ -150,10 +150,6 @@ class NeuralMemory(nn.Module):
             return MemoryState(linear.matrix_state(start, batch), tail)
         return MemoryState(linear.stale_state(start, batch, config.window), tail)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, D) -> (B, H, T, d)."""
-        return x.unflatten(-1, (self.config.heads, self.config.width)).transpose(1, 2)
-
     def _features(self, rows: Tensor) -> Tensor:
         """What the memory sees of keys or queries (B, H, T, d): (B, H, T, features)."""
         if self.config.degree == 1:
@@ -280,7 +276,7 @@ class NeuralMemory(nn.Module):
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
         """
         mixed, tail = self.conv(self.qkv(x), tail)
-        rows = unit(self._heads(F.silu(mixed).chunk(3, dim=-1)[0])) * self.length
+        rows = unit(split_heads(F.silu(mixed).chunk(3, dim=-1)[0], self.config.heads)) * self.length
         q = self._features(rows)
         if isinstance(memory, DeepState | AtlasState):
             y = output(memory.W, q, self.network)
