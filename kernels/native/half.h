@@ -143,10 +143,10 @@ inline void gemm(long M, long N, long K, const float* A, long lda, const float* 
   else gemm_rounded<T>(M, N, K, A, lda, B, ldb, C, ldc, mode);
 }
 
-// C (=, +=) op(A) op(B) for rows [first, first + M) of C, any strides and sizes: the projections. op(A)[m][k] = A[m * lda + k], or with ta
+// C (=, +=, -=) op(A) op(B) for rows [first, first + M) of C, any strides and sizes: the projections. op(A)[m][k] = A[m * lda + k], or with ta
 // A[k * lda + m]; op(B)[k][n] = B[k * ldb + n], or with tb B[n * ldb + k].
 void matmul(long first, long M, long N, long K, const float* A, long lda, bool ta, const float* B, long ldb, bool tb, float* C, long ldc,
-            bool add, bool half) {
+            int mode, bool half) {
   FlushDenormals flush;
   Products products(half);
   Scratch s;
@@ -162,12 +162,12 @@ void matmul(long first, long M, long N, long K, const float* A, long lda, bool t
   }
   float* c = whole ? C + first * ldc : s.take(M * ldp);
   long lc = whole ? ldc : ldp;
-  if (!whole && add) copy_in(C + first * ldc, ldc, M, N, c, lc);
+  if (!whole && mode != SET) copy_in(C + first * ldc, ldc, M, N, c, lc);
   for (long k = 0; k < K; k += step) {
     long n = K - k < step ? K - k : step;
-    Mode mode = add || k ? ADD : SET;
-    if (ta) gemm<true>(M, np, n, A + k * lda + first, lda, b + k * ldb, ldb, c, lc, mode);
-    else gemm<false>(M, np, n, A + first * lda + k, lda, b + k * ldb, ldb, c, lc, mode);
+    Mode now = k && mode == SET ? ADD : (Mode)mode;
+    if (ta) gemm<true>(M, np, n, A + k * lda + first, lda, b + k * ldb, ldb, c, lc, now);
+    else gemm<false>(M, np, n, A + first * lda + k, lda, b + k * ldb, ldb, c, lc, now);
   }
   if (!whole) copy_out(c, lc, M, N, C + first * ldc, ldc);
 }
