@@ -209,6 +209,15 @@ def dead_letter(reason: str, detail: str, partition: str, offset: int, raw: byte
     return DeadLetter(reason, detail, partition, offset, raw[:DEAD_LETTER_BYTES].decode("utf-8", "replace"))
 
 
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.fZ"
+
+
+def to_json_lines(rows: pl.DataFrame) -> list[bytes]:
+    """A JSON object a row, times in ISO 8601 UTC."""
+    times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
+    return rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode().splitlines()
+
+
 DEAD_LETTER_SCHEMA = {
     "reason": pl.String,
     "detail": pl.String,

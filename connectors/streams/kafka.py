@@ -12,8 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import Batch, Decoder, Positions, Record
-from connectors.streams.files import TIME_FORMAT
+from connectors.streams.base import TIME_FORMAT, Batch, Decoder, Positions, Record
 
 LOGGER = logging.getLogger("tethys.kafka")
 OPEN_SECONDS = 10.0
