@@ -26,7 +26,7 @@ class Address:
 
 def parse(address: str, schemes: tuple[str, str], port: int, form: str, options: tuple[str, ...] = ()) -> Address:
     """`schemes`: the plain and the encrypted one. Raises UserError, which shows no more of `address` than its start."""
-    parts = urlsplit(address)
+    parts = urlsplit(address, allow_fragments=False)  # "#" is a wildcard of MQTT
     try:
         host, at = parts.hostname, parts.port or port
     except ValueError as error:
