@@ -10,16 +10,16 @@ pytest.importorskip("paho.mqtt")
 
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
-from tests.connectors.servers import Server, server
+from tests.servers import Broker, broker
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    with server("mqtt", tmp_path_factory.mktemp("mqtt")) as started:
+    with broker("mqtt", tmp_path_factory.mktemp("mqtt")) as started:
         yield started
 
 
-def publish(place: Server, topic: str, values: list[int]) -> None:
+def publish(place: Broker, topic: str, values: list[int]) -> None:
     sink = open_sink(f"mqtt://{place.place}/{topic}")
     sink.write(pl.DataFrame({"unique_id": "a", "ds": [f"2024-01-01T00:{n:02d}:00Z" for n in values], "y": [float(n) for n in values]}))
     assert sink.flush() == len(values)
@@ -34,7 +34,7 @@ def read(source, count: int, seconds: float = 20.0) -> list[float]:
     return found
 
 
-def test_what_was_not_committed_comes_again(place: Server) -> None:
+def test_what_was_not_committed_comes_again(place: Broker) -> None:
     address = f"mqtt://{place.place}/plant/+/value?client=one"
     source = open_source(address, follow=True)
     publish(place, "plant/1/value", list(range(10)))
@@ -55,7 +55,7 @@ def test_what_was_not_committed_comes_again(place: Server) -> None:
     last.close()
 
 
-def test_a_bad_message_is_a_dead_letter(place: Server) -> None:
+def test_a_bad_message_is_a_dead_letter(place: Broker) -> None:
     source = open_source(f"mqtt://{place.place}/loose/#?client=two", follow=True)
     publish(place, "loose/x", [1])
     source.connection.client.publish("loose/y", b"23.5", qos=1)
@@ -65,7 +65,7 @@ def test_a_bad_message_is_a_dead_letter(place: Server) -> None:
     source.close()
 
 
-def test_a_session_that_is_gone_is_said(place: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_session_that_is_gone_is_said(place: Broker, caplog: pytest.LogCaptureFixture) -> None:
     source = open_source(f"mqtt://{place.place}/t?client=never-seen", follow=True)
     with caplog.at_level(logging.WARNING):
         source.seek({"t": {"taken": 3}})
@@ -74,7 +74,7 @@ def test_a_session_that_is_gone_is_said(place: Server, caplog: pytest.LogCapture
 
 
 def test_a_broker_that_dies_and_comes_back(tmp_path: Path) -> None:
-    with server("mqtt", tmp_path) as own:
+    with broker("mqtt", tmp_path) as own:
         source = open_source(f"mqtt://{own.place}/t?client=three", follow=True)
         publish(own, "t", list(range(6)))
         assert read(source, 4) == [0.0, 1.0, 2.0, 3.0]
@@ -92,7 +92,7 @@ def test_a_broker_that_dies_and_comes_back(tmp_path: Path) -> None:
         source.close()
 
 
-def test_mistakes_are_one_clear_line(place: Server) -> None:
+def test_mistakes_are_one_clear_line(place: Broker) -> None:
     with pytest.raises(UserError, match="has no end"):
         open_source(f"mqtt://{place.place}/t")
     with pytest.raises(UserError, match="must not hold"):

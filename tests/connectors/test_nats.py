@@ -9,12 +9,12 @@ nats = pytest.importorskip("nats")
 
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
-from tests.connectors.servers import Server, server
+from tests.servers import Broker, broker
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    with server("nats", tmp_path_factory.mktemp("nats")) as started:
+    with broker("nats", tmp_path_factory.mktemp("nats")) as started:
         yield started
 
 
@@ -22,7 +22,7 @@ def line(n: int) -> str:
     return json.dumps({"unique_id": f"s{n % 3}", "ds": f"2024-01-01T00:{n:02d}:00Z", "y": float(n)})
 
 
-def ask(place: Server, *steps) -> list:
+def ask(place: Broker, *steps) -> list:
     """Runs `await step(jetstream)` for each step on a connection of its own."""
 
     async def run() -> list:
@@ -47,7 +47,7 @@ def send(name: str, lines: list[str], subject: str = "a"):
     return run
 
 
-def test_read_stop_and_go_on_at_a_position(place: Server) -> None:
+def test_read_stop_and_go_on_at_a_position(place: Broker) -> None:
     ask(place, make("events"), send("events", [line(n) for n in range(20)]))
     source = open_source(f"nats://{place.place}/events", follow=True)
     first = source.poll(7, 5).records
@@ -65,7 +65,7 @@ def test_read_stop_and_go_on_at_a_position(place: Server) -> None:
     again.close()
 
 
-def test_one_subject_ends_where_the_stream_ended(place: Server) -> None:
+def test_one_subject_ends_where_the_stream_ended(place: Broker) -> None:
     ask(place, make("mixed"), send("mixed", [line(1), "no JSON"], "x"), send("mixed", [line(2)] * 3, "y"))
     source = open_source(f"nats://{place.place}/mixed?subject=mixed.x", follow=False)
     batch = source.poll(10, 1)
@@ -78,7 +78,7 @@ def test_one_subject_ends_where_the_stream_ended(place: Server) -> None:
     whole.close()
 
 
-def test_messages_dropped_before_they_were_read_are_said(place: Server) -> None:
+def test_messages_dropped_before_they_were_read_are_said(place: Broker) -> None:
     ask(place, make("short", max_msgs=5), send("short", [line(n) for n in range(5)]))
     source = open_source(f"nats://{place.place}/short", follow=True)
     source.poll(2, 1)
@@ -96,7 +96,7 @@ def test_messages_dropped_before_they_were_read_are_said(place: Server) -> None:
     again.close()
 
 
-def test_rows_stand_once_after_a_crash_before_the_commit(place: Server) -> None:
+def test_rows_stand_once_after_a_crash_before_the_commit(place: Broker) -> None:
     ask(place, lambda stream: stream.add_stream(name="forecasts", subjects=["forecasts"]))
     rows = pl.DataFrame({"unique_id": ["a", "b"], "yhat": [1.0, 2.0]})
     sink = open_sink(f"nats://{place.place}/forecasts")
@@ -117,7 +117,7 @@ def test_rows_stand_once_after_a_crash_before_the_commit(place: Server) -> None:
     source.close()
 
 
-def test_mistakes_are_one_clear_line(place: Server) -> None:
+def test_mistakes_are_one_clear_line(place: Broker) -> None:
     with pytest.raises(UserError, match="no stream 'none'"):
         open_source(f"nats://{place.place}/none")
     with pytest.raises(UserError, match="must not hold"):
@@ -130,7 +130,7 @@ def test_mistakes_are_one_clear_line(place: Server) -> None:
 
 
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    with server("nats", tmp_path) as own:
+    with broker("nats", tmp_path) as own:
         ask(own, make("events"), send("events", [line(n) for n in range(10)]))
         source = open_source(f"nats://{own.place}/events", follow=True)
         assert len(source.poll(4, 2).records) == 4

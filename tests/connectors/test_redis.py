@@ -8,17 +8,17 @@ redis = pytest.importorskip("redis")
 
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
-from tests.connectors.servers import Server, server
+from tests.servers import Broker, broker
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    with server("redis", tmp_path_factory.mktemp("redis")) as started:
+    with broker("redis", tmp_path_factory.mktemp("redis")) as started:
         yield started
 
 
 @pytest.fixture
-def client(place: Server):
+def client(place: Broker):
     connection = redis.Redis(port=place.port, decode_responses=True)
     connection.flushall()
     return connection
@@ -28,7 +28,7 @@ def line(n: int) -> str:
     return json.dumps({"unique_id": f"s{n % 3}", "ds": f"2024-01-01T00:{n:02d}:00Z", "y": float(n)})
 
 
-def test_read_stop_and_go_on_at_a_position(client, place: Server) -> None:
+def test_read_stop_and_go_on_at_a_position(client, place: Broker) -> None:
     for n in range(20):
         client.xadd("events", {"value": line(n)})
     source = open_source(f"redis://{place.place}/events", follow=True)
@@ -46,7 +46,7 @@ def test_read_stop_and_go_on_at_a_position(client, place: Server) -> None:
     assert [r.y for r in again.poll(10, 5).records] == [20.0]
 
 
-def test_entries_may_be_fields_and_bad_ones_are_dead_letters(client, place: Server) -> None:
+def test_entries_may_be_fields_and_bad_ones_are_dead_letters(client, place: Broker) -> None:
     client.xadd("events", {"unique_id": "a", "ds": "2024-01-01T00:00:00Z", "y": "1.5"})
     client.xadd("events", {"value": "no JSON"})
     client.xadd("events", {"unique_id": "a", "ds": "never", "y": "1"})
@@ -58,7 +58,7 @@ def test_entries_may_be_fields_and_bad_ones_are_dead_letters(client, place: Serv
     assert source.ended
 
 
-def test_events_trimmed_before_they_were_read_are_said(client, place: Server) -> None:
+def test_events_trimmed_before_they_were_read_are_said(client, place: Broker) -> None:
     for n in range(20):
         client.xadd("events", {"value": line(n)})
     source = open_source(f"redis://{place.place}/events", follow=True)
@@ -77,7 +77,7 @@ def test_events_trimmed_before_they_were_read_are_said(client, place: Server) ->
         open_source(f"redis://{place.place}/events", follow=True).seek(kept)
 
 
-def test_rows_stand_once_after_a_crash_before_the_commit(client, place: Server) -> None:
+def test_rows_stand_once_after_a_crash_before_the_commit(client, place: Broker) -> None:
     rows = pl.DataFrame({"unique_id": ["a", "b"], "yhat": [1.0, 2.0]})
     sink = open_sink(f"redis://{place.place}/forecasts")
     sink.resume(None)
@@ -97,7 +97,7 @@ def test_rows_stand_once_after_a_crash_before_the_commit(client, place: Server) 
     assert [json.loads(fields["value"])["yhat"] for _, fields in found] == [1.0, 2.0] * 3
 
 
-def test_mistakes_are_one_clear_line(client, place: Server, tmp_path: Path) -> None:
+def test_mistakes_are_one_clear_line(client, place: Broker, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no stream 'none'"):
         open_source(f"redis://{place.place}/none")
     client.set("text", "x")
@@ -113,7 +113,7 @@ def test_mistakes_are_one_clear_line(client, place: Server, tmp_path: Path) -> N
 
 
 def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
-    with server("redis", tmp_path) as own:
+    with broker("redis", tmp_path) as own:
         client = redis.Redis(port=own.port)
         for n in range(10):
             client.xadd("events", {"value": line(n)})
