@@ -9,7 +9,6 @@ from connectors.errors import UserError
 from connectors.streams.base import Sink, Source
 from connectors.streams.files import FileSink, FileSource, ParquetSink, StdinSource
 
-
 BROKERS = {
     "kafka": ("kafka", "Kafka"),
     "redis": ("redis", "Redis"),

@@ -67,6 +67,7 @@ class PostgresSource:
         self.address, self.place, self.table = _split(address)
         self.decoder = Decoder("json", columns, count_steps=count_steps)
         self.follow, self.ended = follow, False
+        self.away = False
         self.last = (0, 0)
         self.taken = 0
         self.connection = _connect(self.address, self.place)
@@ -117,7 +118,7 @@ class PostgresSource:
                     batch.dead.append(outcome)
             if rows:
                 continue
-            if not self.follow:
+            if not self.follow and not self.away:
                 self.ended = True
                 break
             left = deadline - time.monotonic()
@@ -131,10 +132,13 @@ class PostgresSource:
         from adbc_driver_postgresql import dbapi
 
         try:
-            return self._rows(count)
+            rows = self._rows(count)
+            self.away = False
+            return rows
         except dbapi.ProgrammingError as error:
             raise UserError(f"cannot read the table {self.table} at {self.place}: {_first_line(error)}") from error
         except dbapi.Error:
+            self.away = True
             time.sleep(POLL_SECONDS)
             try:
                 fresh = dbapi.connect(self.address)

@@ -5,7 +5,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-nats = pytest.importorskip("nats")
+pytest.importorskip("nats")
+
+import nats
 
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source

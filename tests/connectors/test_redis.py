@@ -4,7 +4,9 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-redis = pytest.importorskip("redis")
+pytest.importorskip("redis")
+
+import redis
 
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
