@@ -237,7 +237,7 @@ def work(
     intake = _Intake(source, engine, batch_rows, max_events, stop, counters["received"])
     latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
     batch, batches = progress.done + 1, 0
-    arrivals, sent = (pending[0], [time.time()] * len(pending[0].records)) if pending else (None, [])
+    arrivals, sent = (pending[0], np.full(len(pending[0].records), time.time())) if pending else (None, np.empty(0))
     if arrivals is not None:
         intake.received += len(arrivals.records) + len(arrivals.dead)
     with _seldom_collected():
@@ -256,19 +256,19 @@ def work(
             dead_letters.write(outcome.dead)
             receipts = {name: sink.flush() for name, sink in sinks.items()}
             now = time.time()
-            waited = [1e3 * (now - then) for then in sent]
+            waited = 1e3 * (now - sent)
             latencies.extend(waited)
             counters.update(outcome.counters)
             following = intake.take(batch + 1, 0.0)
             sent = intake.sent
-            snapshots = engine.slots.snapshots(batch, share=snapshot_share)
+            snapshots, keep_from = engine.slots.snapshots(batch, share=snapshot_share)
             store.commit(
                 batch,
                 learnt=pack_rows(outcome.learnt, arrivals),
                 receipts=receipts,
                 counters=counters,
                 snapshots=snapshots,
-                keep_from=engine.slots.keep_from(batch, snapshots),
+                keep_from=keep_from,
                 following=None if following is None else (pack_arrivals(following), source.positions()),
             )
             engine.slots.committed(snapshots)
@@ -277,7 +277,7 @@ def work(
                 surprise, written = outcome.mean_surprise, store.bytes_written
                 report(Step(counters, len(engine.slots), waited, surprise, source.lag(), written))
             arrivals, batch, batches = following, batch + 1, batches + 1
-    final = engine.slots.snapshots(batch - 1, share=1)
+    final, _ = engine.slots.snapshots(batch - 1, share=1)
     store.settle(final)
     engine.slots.committed(final)
     seconds = time.monotonic() - begun
@@ -318,7 +318,7 @@ class _Intake:
         self._batch_rows = batch_rows
         self._last = None if max_events is None else received + max_events
         self.received = received
-        self.sent: list[float] = []
+        self.sent = np.empty(0)
         """When each record of the last batch was handed to the broker, or was taken from the source."""
         self.finished = False
         self.reason = "end of the source"
@@ -334,7 +334,8 @@ class _Intake:
         if self._last is not None:
             room = min(room, self._last - self.received)
         polled = self._source.poll(room, timeout)
-        self.sent = polled.sent or [time.time()] * len(polled.records)
+        known = len(polled.sent) == len(polled.records)
+        self.sent = np.asarray(polled.sent, dtype=np.float64) if known else np.full(len(polled.records), time.time())
         if len(polled):
             self.received += len(polled)
             return Arrivals(polled.records, polled.dead)
