@@ -122,7 +122,8 @@ class MqttSource:
         self.messages: deque[tuple[Any, float]] = deque()
         self.connection = _Connection(address, "tethys", on_message=self._arrived)
         self.topic, self.taken = self.connection.topic, 0
-        self.unacknowledged: list[tuple[int, int]] = []
+        self.unacknowledged: deque[tuple[int, int, int]] = deque()
+        """Number, message and quality of service of what was handed out and not committed."""
 
     def _arrived(self, _client: Any, _data: Any, message: Any) -> None:
         self.messages.append((message, time.time()))
@@ -142,7 +143,7 @@ class MqttSource:
             message, arrived = self.messages.popleft()
             self.taken += 1
             if message.qos:
-                self.unacknowledged.append((message.mid, message.qos))
+                self.unacknowledged.append((self.taken, message.mid, message.qos))
             outcome = self.decoder.decode(message.payload, self.topic, self.taken)
             if isinstance(outcome, Record):
                 batch.records.append(outcome)
@@ -166,10 +167,10 @@ class MqttSource:
             )
 
     def commit(self, positions: Positions) -> None:
-        """Acknowledges what was handed out; the worker holds all of it in its journal by now."""
-        for message, quality in self.unacknowledged:
+        """Acknowledges what was handed out up to `positions`: the worker has committed it."""
+        while self.unacknowledged and self.unacknowledged[0][0] <= positions[self.topic]["taken"]:
+            _, message, quality = self.unacknowledged.popleft()
             self.connection.client.ack(message, quality)
-        self.unacknowledged = []
         self.connection.turn(0.0)
 
     def lag(self) -> int | None:

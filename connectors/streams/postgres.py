@@ -16,7 +16,7 @@ from uuid import uuid4
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import Batch, Decoder, Positions, Record
+from connectors.streams.base import Batch, Decoder, Positions, Record, long_rows
 
 FORM = "postgresql://USER@HOST:PORT/DATABASE?table=NAME"
 PREPARE = (
@@ -195,6 +195,7 @@ class PostgresSink:
         self.connection.commit()
 
     def write(self, rows: pl.DataFrame) -> None:
+        rows = long_rows(rows)
         if rows.height:
             numbers = pl.int_range(self.rows + 1, self.rows + rows.height + 1, dtype=pl.Int64).alias("row_number")
             self.frames.append(rows.with_columns(numbers, writer=pl.lit(self.writer)))
