@@ -1,4 +1,4 @@
-"""Servers for tests: PostgreSQL from its Debian package, an S3-compatible store from PyPI (moto).
+"""Servers for tests: PostgreSQL, Redis, NATS and Mosquitto from Debian's packages, an S3-compatible store from PyPI (moto).
 
 Each is started on a free port of 127.0.0.1, in folders of its own, and stopped by its process. PostgreSQL refuses to run
 as root, so there it runs as an unprivileged account. Where a program is absent a test skips and says which package has it;
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -175,3 +175,65 @@ def running(server: type[Postgres] | type[ObjectStore]) -> Iterator[Any]:
         yield started
     finally:
         started.remove()
+
+
+def _program(name: str) -> str:
+    # Debian keeps some programs where only root looks.
+    found = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin")
+    if found is None:
+        absent(f"'{name}'", f"apt-get install {name}")
+    assert found is not None
+    return found
+
+
+def _redis(port: int, folder: Path) -> list[str]:
+    durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", ""]
+    return [_program("redis-server"), "--bind", "127.0.0.1", "--port", str(port), "--dir", str(folder), *durable]
+
+
+def _nats(port: int, folder: Path) -> list[str]:
+    return [_program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder)]
+
+
+def _mosquitto(port: int, folder: Path) -> list[str]:
+    settings = folder / "mosquitto.conf"
+    lines = [f"listener {port} 127.0.0.1", "allow_anonymous true", "persistence true", f"persistence_location {folder}/"]
+    lines += ["autosave_interval 1", "autosave_on_changes true", "max_queued_messages 0"]
+    # Started by root it would give that up for an account that cannot write in a test's folder.
+    settings.write_text("\n".join([*lines, f"user {pwd.getpwuid(os.geteuid()).pw_name}", ""]))
+    return [_program("mosquitto"), "-c", str(settings)]
+
+
+COMMANDS: dict[str, Callable[[int, Path], list[str]]] = {"redis": _redis, "nats": _nats, "mqtt": _mosquitto}
+
+
+class Broker:
+    """One Redis, NATS or Mosquitto server that keeps what it has in `folder`. `kill()` and `start()` are a crash."""
+
+    def __init__(self, kind: str, folder: Path):
+        self.kind, self.folder, self.port = kind, folder, free_port()
+        self.place = f"127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        with open(self.folder / "server.log", "ab") as log:
+            self.process = subprocess.Popen(COMMANDS[self.kind](self.port, self.folder), stdout=log, stderr=log, start_new_session=True)
+        until = time.monotonic() + 30
+        with socket.socket() as probe:
+            while probe.connect_ex(("127.0.0.1", self.port)):
+                assert self.process.poll() is None and time.monotonic() < until, (self.folder / "server.log").read_text()
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+
+
+@contextmanager
+def broker(kind: str, folder: Path) -> Iterator[Broker]:
+    started = Broker(kind, folder)
+    try:
+        yield started
+    finally:
+        started.kill()

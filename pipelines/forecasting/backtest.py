@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from connectors.errors import UserError
 from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, SeasonalNaive
 from pipelines.forecasting.calendar import natural_cycles
-from pipelines.windows import Panel, continue_grid
+from pipelines.windows import Panel, continue_grid, position
 
 if TYPE_CHECKING:
     from pipelines.forecasting.estimator import TitansForecaster
@@ -233,6 +233,7 @@ class Backtest:
             self.observed[which].reshape(-1),
             np.arange(len(ids) + 1, dtype=np.int64) * len(self.grid),
             self.table.frequency,
+            self._covariates(which),
         )
         point, quantile = self.model.quantiles_at(block, self.origins)
         points = {MODEL: point}
@@ -244,6 +245,19 @@ class Backtest:
         real = truth(y, self.origins, self.model.horizon, season(self.table.frequency), self.known)
         self.scores.add(ids, points, quantile, real)
         return tidy(block, self.origins, points, quantile, self.levels)
+
+    def _covariates(self, which: slice) -> pl.DataFrame | None:
+        """Those of a block, null where a series has no row."""
+        table = self.table
+        if table.covariates is None:
+            return None
+        first, last = table.offsets[which.start], table.offsets[which.stop]
+        begins, _ = position(table.ds[table.offsets[:-1]][which], self.grid[0], table.frequency)
+        rows = np.full((which.stop - which.start, len(self.grid)), -1)
+        for place, (i, at) in enumerate(zip(range(which.start, which.stop), begins, strict=True)):
+            rows[place, at : at + table.lengths[i]] = np.arange(table.offsets[i], table.offsets[i + 1]) - first
+        index = pl.Series(rows.reshape(-1), dtype=pl.Int64).replace(-1, None)
+        return table.covariates[first:last].select(pl.all().gather(index))
 
     def _fitted(self) -> dict[str, Any]:
         horizon, look_back = self.model.horizon, self.model.look_back

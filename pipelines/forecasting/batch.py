@@ -386,11 +386,7 @@ def _forecasts(
 def _subset(table: Panel, keep: Sequence[int]) -> Panel:
     if len(keep) == len(table):
         return table
-    rows = [np.arange(table.offsets[i], table.offsets[i + 1]) for i in keep]
-    index = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int64)
-    ids = tuple(table.ids[i] for i in keep)
-    return Panel(ids, table.ds[index], table.y[index], table.observed[index], offsets, table.frequency)
+    return table.take([np.arange(table.offsets[i], table.offsets[i + 1]) for i in keep], [table.ids[i] for i in keep])
 
 
 def _stale(table: Panel, job: Job, as_of: str) -> dict[str, str]:

@@ -113,10 +113,7 @@ def train(
     contest = rolling.Backtest(model, table, _origins(table, known, horizon), known)
     _forecast_all(contest, folder / "backtest.parquet")
     board = contest.scores.leaderboard()
-
-    model.state_, model.last_ds_ = model._read(model.forecaster_, table)
-    model.ids_ = table.ids
-    forecast = model.predict()
+    forecast = model.remember(table).predict()
     paths = {
         name: folder / name
         for name in ("forecasts.parquet", "backtest.parquet", "leaderboard.json", "report.html", "plot.png", "model.safetensors")
@@ -273,8 +270,8 @@ def forecast_panel(
         raise UserError(
             f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}"
         )
-    state, last = model._read(model.forecaster_, table)
-    result = model._forecast(state, table.ids, last, quantiles)
+    state, last, static = model._read(model.forecaster_, table)
+    result = model._forecast(state, table.ids, last, static, quantiles, None)
     if steps < model.horizon:
         result = result[np.tile(np.arange(model.horizon) < steps, len(table)).nonzero()[0]]
     return result
@@ -313,10 +310,7 @@ def _until(table: Panel, rows: int) -> Panel:
     end = grid[rows - 1]
     keep = [np.arange(s.start, s.stop)[table.ds[s] <= end] for s in (table.rows(i) for i in range(len(table)))]
     ids = tuple(name for name, k in zip(table.ids, keep, strict=True) if len(k))
-    kept = [k for k in keep if len(k)]
-    index = np.concatenate(kept)
-    offsets = np.concatenate([[0], np.cumsum([len(k) for k in kept])])
-    return Panel(ids, table.ds[index], table.y[index], table.observed[index], offsets.astype(np.int64), table.frequency)
+    return table.take([k for k in keep if len(k)], ids)
 
 
 def _origins(table: Panel, known: int, horizon: int) -> NDArray[np.int64]:

@@ -97,6 +97,21 @@ def test_blocks_of_series_give_the_figures_of_all_at_once(
     assert mine["coverage80"] == pytest.approx(inside)
 
 
+def test_a_block_has_the_covariates_of_its_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(1)
+    frame = sample([f"s{i}" for i in range(5)])
+    price = rng.normal(size=frame.height)
+    region = pl.when(pl.col("unique_id").is_in(["s0", "s3"])).then(pl.lit("north")).otherwise(pl.lit("south"))
+    frame = frame.with_columns(price=pl.Series(price), y=pl.col("y") + 5 * pl.Series(price), region=region)
+    model = TitansForecaster(horizon=12, look_back=24, hidden=0, epochs=1, future=("price",), static=("region",)).fit(frame)
+    table = panel(frame, covariates=("price", "region"))
+    at = rolling.rolling_origins(table, 12, 3, 24)
+    point, _ = model.quantiles_at(table, at)
+    monkeypatch.setattr(rolling, "CELLS_AT_ONCE", 2 * 3 * 12)
+    made = pl.concat(rolling.Backtest(model, table, at, int(at[0])).rows())
+    np.testing.assert_allclose(made["mean"].to_numpy().reshape(point.shape), point, rtol=1e-5)
+
+
 def test_the_page_loads_nothing_runs_nothing_and_escapes_every_name(model: TitansForecaster, tmp_path: Path) -> None:
     frame = sample([*NASTY, *(f"s{i}" for i in range(6))])
     found = contest(model, frame)
