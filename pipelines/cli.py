@@ -134,7 +134,7 @@ def train(
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8")
+@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8 --report out.html")
 def backtest(
     data: Data,
     id_column: IdColumn = "unique_id",
@@ -148,6 +148,7 @@ def backtest(
     ] = 4,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[Path, typer.Option(help="Folder for the leaderboard and the forecasts.")] = Path("runs/backtest"),
+    report: Annotated[Path | None, typer.Option(help="HTML page to write; report.html in the folder when not given.")] = None,
     as_json: Json = False,
 ) -> None:
     """Compare a registered forecaster with the baselines on rolling origins of a table."""
@@ -164,6 +165,7 @@ def backtest(
         origins=origins,
         tracking_uri=tracking_uri,
         output=output,
+        report=report,
     )
     _show(result, as_json)
 
