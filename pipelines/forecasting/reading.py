@@ -16,7 +16,7 @@ import polars as pl
 from connectors import tables
 from connectors.errors import UserError
 from pipelines.forecasting.covariates import split_future
-from pipelines.forecasting.validation import Rules, check
+from pipelines.forecasting.validation import Report, Rules, check
 from pipelines.windows import Executor, Panel, panel, partitions, ray_cluster
 
 
@@ -76,19 +76,21 @@ def read_table(
         print(f"warning: {finding.kind}: {finding.message}: {finding.remedy}", file=sys.stderr)
     checked.report.require()
     steps = list(checked.report.frequencies)
-    found = panel(checked.frame, frequency=frequency or (steps[0] if len(steps) == 1 else None), covariates=covariates, source=uri)
+    step = frequency or (steps[0] if len(steps) == 1 else None)
+    found = panel(with_empty(checked.frame, covariates, frame), frequency=step, covariates=covariates, source=uri)
     if ahead and reading.future is not None:
         future = _frame(reading.future, reading.csv, "local")
     if future is not None:
-        future = clocked(future, rules, found.frequency, ahead, reading.future or uri, **columns)
+        future, report = clocked(future, rules, found.frequency, ahead, reading.future or uri, **columns)
+        report.require()
     return Table(found, future, checked.report.zone)
 
 
 def clocked(
     future: pl.DataFrame, rules: Rules, frequency: str, ahead: Sequence[str], source: str, *, id_column: str | None, time_column: str,
     target_column: str,
-) -> pl.DataFrame:  # fmt: skip
-    """Rows of a table of the future as `unique_id, ds, covariates` on the clock of the series. Raises UserError as `check` does."""
+) -> tuple[pl.DataFrame, Report]:  # fmt: skip
+    """Rows of a table of the future as `unique_id, ds, covariates` on the clock of the series, and what is wrong with them."""
     absent = [c for c in (id_column, time_column) if c is not None and c not in future.columns]
     if absent:
         raise UserError(f"{source} has no column {', '.join(map(repr, absent))}: a table of the future has the ids and stamps of the other")
@@ -98,14 +100,18 @@ def clocked(
         *(pl.col(c) for c in (id_column, time_column) if c is not None), *(pl.col(c).alias(a) for a, c in names.items())
     ).with_columns(pl.lit(0.0).alias(target_column))
     if rows.height == 0:
-        return pl.DataFrame(schema={"unique_id": pl.String, "ds": pl.Datetime("us"), **{c: future.schema[c] for c in kept}})
+        nothing = pl.DataFrame(schema={"unique_id": pl.String, "ds": pl.Datetime("us"), **{c: future.schema[c] for c in kept}})
+        return nothing, Report(source, 0, 0, None, {}, ())
     easy = dataclasses.replace(rules, frequency=frequency, gaps="mask", look_back=None, horizon=None)
     checked = check(rows, easy, id_column=id_column, time_column=time_column, target_column=target_column, source=source)
-    checked.report.require()
-    found = checked.frame
-    # `check` leaves columns without any value out; they are values that lack.
-    found = found.with_columns(pl.lit(None).alias(a) for a in names if a not in found.columns)
-    return found.select("unique_id", "ds", *(pl.col(a).alias(c) for a, c in names.items()))
+    found = with_empty(checked.frame, list(names), rows)
+    return found.select("unique_id", "ds", *(pl.col(a).alias(c) for a, c in names.items())), checked.report
+
+
+def with_empty(frame: pl.DataFrame, names: Sequence[str], before: pl.DataFrame) -> pl.DataFrame:
+    """A checked frame with the columns that `check` left out because they hold no value: here they are covariates that lack."""
+    lost = [name for name in names if name not in frame.columns and name in before.columns]
+    return frame.with_columns(pl.lit(None, dtype=before.schema[name]).alias(name) for name in lost)
 
 
 def long(frame: pl.DataFrame, time_column: str, source: str) -> pl.DataFrame:
