@@ -278,14 +278,18 @@ def missing_future(
 @app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
     source: Annotated[
-        str, typer.Argument(help="Rows to read: a .csv or .ndjson file, - for standard input, or kafka://HOST:PORT/TOPIC.")
+        str,
+        typer.Argument(
+            help="Rows to read: a .csv or .ndjson file, - for standard input, kafka://HOST:PORT/TOPIC, redis://HOST:PORT/STREAM, "
+            "nats://HOST:PORT/STREAM, mqtt://HOST:PORT/TOPIC, or postgresql://USER@HOST:PORT/DATABASE?table=NAME."
+        ),
     ],
     checkpoint: Annotated[
         Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")
     ] = Path("runs/stream.db"),
     output: Annotated[
         str,
-        typer.Option(help="Where forecasts are appended: .ndjson, .csv, a folder ending in .parquet, or a Kafka topic."),
+        typer.Option(help="Where forecasts are appended: .ndjson, .csv, a folder ending in .parquet, or a broker as for the source."),
     ] = "runs/forecasts.ndjson",
     history: Annotated[
         str | None, typer.Option(help="Table that every memory reads before the first row, when the checkpoint is new.")

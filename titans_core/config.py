@@ -43,6 +43,8 @@ class MemoryConfig:
     loss: `l2`, 1/2 |M(k) - v|^2, or `dot`, -<M(k), v> (linear attention and its relatives; not for `exact` and `hybrid`).
     decayed_error: the error is that of the memory after forgetting, as in Gated DeltaNet; Titans take it before (`exact` only).
     momentum, decay: False removes eta or alpha (ablations of Titans table 5).
+    forget: `head`, one alpha a token and head (and memory layer); `channel`, one for each output channel of a head (Titans NeurIPS
+        section 2.1), for the matrix memories of `exact` and `stale`: an MLP's layers have other channels, and no paper says which forget.
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
     """
 
@@ -61,6 +63,7 @@ class MemoryConfig:
     conv: int = 4
     momentum: bool = True
     decay: bool = True
+    forget: Literal["head", "channel"] = "head"
     decay_to_init: bool = True
 
     def __post_init__(self) -> None:
@@ -75,6 +78,12 @@ class MemoryConfig:
             require(
                 self.rule not in ("exact", "hybrid"),
                 f"rule '{self.rule}' solves for the errors of loss 'l2': with loss 'dot' take 'stale', which is then exact, or 'deep'",
+            )
+        require(self.forget in ("head", "channel"), f"forget '{self.forget}' is none of head, channel")
+        if self.forget == "channel":
+            require(
+                self.rule in ("exact", "stale") and self.decay,
+                f"forget 'channel' needs rule 'exact' or 'stale' and decay, found '{self.rule}' and {self.decay}",
             )
         if self.decayed_error:
             require(

@@ -285,15 +285,15 @@ def run_shards(job: Job, model: Loaded, as_of: str, tell: Any = lambda part: Non
         failures_file = folder / "failures.csv"
         tables.write(failures, failures_file)
         first = dict(failures.head(3).iter_rows())
-        made = [frame for frame in (pl.read_parquet(p.forecasts) for p in parts) if frame.height]
-        forecasts = pl.concat(made) if made else NOTHING
-        if forecasts.height == 0:
+        made = [p.forecasts for p in parts if p.rows]
+        rows = sum(p.rows for p in parts)
+        if not made:
             told = "; ".join(f"{name}: {reason}" for name, reason in first.items()) or "no row is older"
             raise UserError(f"no series of {job.input.uri} could be forecast as of {as_of}: {told}")
-        output = _deliver(forecasts, job, as_of)
+        output = _deliver(made, job, as_of)
         _tidy(folder, parts)
     return Summary(
-        job.name, as_of, model.name, key, sum(p.series for p in parts), failures.height, forecasts.height,
+        job.name, as_of, model.name, key, sum(p.series for p in parts), failures.height, rows,
         len(parts), sum(p.resumed for p in parts), round(time.monotonic() - began, 2), output, str(failures_file), first,
     )  # fmt: skip
 
@@ -603,8 +603,9 @@ def _shard_or_mistake(shard: Shard) -> Part | str:
         return str(mistake)
 
 
-def _deliver(forecasts: pl.DataFrame, job: Job, as_of: str) -> str:
-    """Replace the table, or the rows of this date in it."""
+def _deliver(parts: Sequence[Path], job: Job, as_of: str) -> str:
+    """Replace the table, or the rows of this date in it. The parts are read one at a time."""
+    forecasts = (pl.read_parquet(part) for part in parts)
     uri = job.output.uri.replace("{as_of}", as_of.replace(":", ""))
     if "://" not in uri:
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
@@ -616,8 +617,10 @@ def _deliver(forecasts: pl.DataFrame, job: Job, as_of: str) -> str:
     with FileLock(f"{uri}.lock"):
         if Path(uri).exists():
             others = tables.read(uri).with_columns(pl.col("as_of").cast(pl.String)).filter(pl.col("as_of") != as_of)
-            forecasts = pl.concat([others, forecasts.cast(others.schema)]).sort("as_of", "unique_id", "ds")
-        tables.write(forecasts, uri)
+            new = pl.concat(forecasts).cast(others.schema)
+            tables.write(pl.concat([others, new]).sort("as_of", "unique_id", "ds"), uri)
+        else:
+            tables.write(forecasts, uri)
     return uri
 
 
