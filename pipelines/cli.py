@@ -294,6 +294,9 @@ def stream(
     history: Annotated[
         str | None, typer.Option(help="Table that every memory reads before the first row, when the checkpoint is new.")
     ] = None,
+    covariates: Annotated[
+        str | None, typer.Option(help="Table of covariates, a row a stream and step, past and to come; read again when it changes.")
+    ] = None,
     id_column: IdColumn = "unique_id",
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
@@ -337,6 +340,7 @@ def stream(
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
         history=history,
+        covariates=covariates,
     )
     _show(result, as_json)
 
