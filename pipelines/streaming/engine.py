@@ -68,7 +68,9 @@ class StreamModel:
     horizon: int
     quantiles: tuple[float, ...]
     phase: Callable[[np.ndarray], np.ndarray]
-    """(n,) int64 times -> (n, F) what the memory knows of the calendar at each."""
+    """(n,) int64 times -> (n, G) what the memory knows of the calendar at each."""
+    beside: Callable[[Sequence[str], np.ndarray], np.ndarray] | None = None
+    """n names, (n, m) int64 times -> (n, m, K) the covariates of these streams' rows, NaN where they are not known; F = G + K."""
 
 
 @dataclass(frozen=True)
@@ -192,25 +194,27 @@ class Engine:
         model, monitored = state.model, state.monitors
         if rows.gap.any():
             gaps = torch.from_numpy(rows.gap)
-            model = self._pass_gaps(model, gaps, ds)
+            model = self._pass_gaps(model, gaps, rows)
             monitored = watch.skip(monitored, gaps)
         y = torch.where(observed, value, 0.0)
         # Most streams stand at the same time: the calendar is worked out once for each distinct one.
         times, which = np.unique(ds, return_inverse=True)
         now, ahead = self._phase(times), self.policy.frequency.after(times, self.model.horizon)
-        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), now[which].unsqueeze(1))
         future = ahead[which]
-        forecast = memory.forecast(model, self._phase(ahead)[which])
+        here = self._with_covariates(now[which].unsqueeze(1), rows.unique_id, ds[:, None])
+        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), here)
+        forecast = memory.forecast(model, self._with_covariates(self._phase(ahead)[which], rows.unique_id, future))
         monitored, verdict = watch.judge(monitored, value)
         low, high = watch.interval(monitored, forecast)
         self.slots.put(slots, StreamState(model, watch.expect(monitored, forecast)))
         return Round(rows.unique_id, ds, value, future, forecast, low, high, verdict)
 
-    def _pass_gaps(self, model: Any, gaps: Tensor, ds: np.ndarray) -> Any:
+    def _pass_gaps(self, model: Any, gaps: Tensor, rows: Rows) -> Any:
         """Let the streams that skipped steps of the grid pass them as missing rows: one call for each length of gap."""
         for gap in gaps[gaps > 0].unique().tolist():
             index = (gaps == gap).nonzero().squeeze(1)
-            phase = self._phase(self.policy.frequency.before(ds[index.numpy()], gap))
+            passed = self.policy.frequency.before(rows.ds[index.numpy()], gap)
+            phase = self._with_covariates(self._phase(passed), [rows.unique_id[i] for i in index.tolist()], passed)
             empty = torch.zeros(len(index), gap, dtype=torch.float64)
             unseen = torch.zeros_like(empty, dtype=torch.bool)
             model = replace(model, index, self.model.memory.observe(select(model, index), empty, unseen, phase))
@@ -219,6 +223,12 @@ class Engine:
     def _phase(self, ds: np.ndarray) -> Tensor:
         """(...) times -> (..., F)."""
         return torch.from_numpy(self.model.phase(ds.reshape(-1))).unflatten(0, ds.shape)
+
+    def _with_covariates(self, phase: Tensor, names: Sequence[str], ds: np.ndarray) -> Tensor:
+        """(n, m, G), n names and times (n, m) -> (n, m, F)."""
+        if self.model.beside is None:
+            return phase
+        return torch.cat([phase, torch.from_numpy(self.model.beside(names, ds))], 2)
 
     # Rows.
 
