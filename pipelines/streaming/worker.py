@@ -156,8 +156,10 @@ def run(
 def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
     """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own."""
     from pipelines.forecasting.calendar import phases
+    from titans_core import forecaster_row
 
     config = fitted.forecaster_.config
+    in_place = not forecaster_row.unsupported(fitted.forecaster_)
     return StreamModel(
         memory=fitted.forecaster_,
         version=version,
@@ -165,6 +167,7 @@ def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
         horizon=config.horizon,
         quantiles=config.quantiles,
         phase=phases(fitted.frequency_, config.seasons),
+        row=forecaster_row.ForecasterRow(fitted.forecaster_) if in_place else None,
     )
 
 
