@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -225,13 +225,20 @@ def save(model: SequenceClassifier, path: str | Path, card: Card | None = None) 
 
 
 def load(path: str | Path) -> tuple[SequenceClassifier, Card]:
-    """A classifier from what `save` wrote, ready to predict."""
-    with safe_open(str(path), "pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
+    """A classifier from what `save` wrote, ready to predict. ConfigError where the file holds something else."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is no safetensors file ({error})") from None
+    if metadata.get("format") != FORMAT:
+        raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
+    try:
         settings: dict[str, Any] = json.loads(metadata["config"])
-        weights = {name: file.get_tensor(name) for name in file.keys()}
-    model = SequenceClassifier(ClassifierConfig(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])}))
-    model.load_state_dict(weights)
-    return model.eval(), Card(**json.loads(metadata["card"]))
+        config = ClassifierConfig(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])})
+        model = SequenceClassifier(config)
+        model.load_state_dict(weights)
+        return model.eval(), Card(**json.loads(metadata["card"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path} holds no classifier of this project ({' '.join(str(error).split())[:200]})") from error
