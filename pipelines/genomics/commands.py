@@ -28,6 +28,7 @@ TrackingUri = Annotated[
 class Strands(StrEnum):
     forward = "forward"
     both = "both"
+    equivariant = "equivariant"
 
 
 @contextmanager
@@ -81,7 +82,9 @@ def train(
     dev: Annotated[Path | None, typer.Option(help="Held-out rows that the branches are weighed on; a tenth of TABLE when not given.")] = None,
     test: Annotated[Path | None, typer.Option(help="Rows that are scored once, at the end; needed unless TABLE is a folder.")] = None,
     output: Annotated[Path | None, typer.Option(help="File to keep the weights in, beside the registry.")] = None,
-    strands: Annotated[Strands, typer.Option(help="'both' for binding sites, 'forward' for promoters and splice sites.")] = Strands.forward,
+    strands: Annotated[
+        Strands, typer.Option(help="'both' or 'equivariant' for binding sites, 'forward' for promoters and splice sites.")
+    ] = Strands.forward,
     length: Annotated[int | None, typer.Option(min=1, help="Bases the model looks at; the longest training row when not given.")] = None,
     row_passes: Annotated[int, typer.Option(min=1, help="Rows shown in training, over all epochs.")] = 60_000,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight in the loss.")] = False,
@@ -165,6 +168,43 @@ def score_variants_command(
     part.replace(output)
     print(", ".join(f"{name} {count}" for name, count in status.items()) or "no allele")
     if set(status) != {"ok"}:
+        raise typer.Exit(3)
+
+
+@app.command(epilog="Example: tethys genomics explain models:/enhancers@champion peaks.fa --label enhancer --output explained/")
+def explain(
+    model: Model,
+    source: Annotated[str, typer.Argument(help="Sequence file; '-' for standard input.")],
+    label: Annotated[str, typer.Option(help="Class whose answer is explained.")],
+    output: Annotated[Path, typer.Option(help="Folder for bases.tsv (a row a base) and a plot a record, NNNN.png.")],
+    records: Annotated[int, typer.Option(min=1, help="Records to explain, from the first on: each costs 3 answers a base.")] = 20,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Which bases an answer hangs on: the effect of every substitution, and the gradient, as a table and as plots."""
+    from itertools import islice
+
+    import polars as pl
+
+    from connectors.sequences import read
+    from pipelines.genomics import variants
+    from pipelines.genomics.answers import load_classifier
+    from pipelines.genomics.job import model_at, weights_of
+
+    network = load_classifier(weights_of(model_at(model), tracking_uri)[0])
+    output.mkdir(parents=True, exist_ok=True)
+    frames = []
+    for number, record in enumerate(islice((each for each in read(source) if each.sequence), records)):
+        table = variants.explain(network, record.sequence, label)
+        # Ids are data and no file names: the plot is named by the record's number, the table tells which id that is.
+        variants.plot(table, f"{record.id}: {label}").savefig(output / f"{number:04d}.png", dpi=120)
+        frames.append(table.select(pl.lit(number).alias("record"), pl.lit(record.id).alias("id"), pl.all()))
+    part = output / ".bases.tsv"
+    (pl.concat(frames) if frames else pl.DataFrame()).write_csv(part, separator="\t")
+    part.replace(output / "bases.tsv")
+    found = {"records": len(frames), "bases": sum(map(len, frames)), "output": str(output)}
+    print(json.dumps(found) if as_json else f"explained {found['records']} records, {found['bases']} bases, in {output}")
+    if not frames:
         raise typer.Exit(3)
 
 

@@ -19,7 +19,7 @@ from pipelines.genomics.audit import Audit, audit
 from pipelines.genomics.baselines import KmerRegression, fit_kmer_regression
 from pipelines.genomics.datasets import Labelled
 from pipelines.genomics.metrics import Score, scores
-from pipelines.genomics.training import Rows, Settings, describe, fit_length, predict, train_classifier
+from pipelines.genomics.training import Rows, Settings, describe, fit_length, predict, train_classifier, words_of
 from titans_core.classifier import Card, ClassifierConfig, SequenceClassifier, save
 
 
@@ -149,7 +149,7 @@ def train_and_report(
         return fit_length(rows.sequences, length).codes, np.array([place[label] for label in rows.labels], np.int64)
 
     parts = {"train": encode(train), "dev": encode(dev), "test": encode(test)}
-    kmer: KmerRegression = fit_kmer_regression(parts["train"], parts["dev"], len(classes), strands=(strands,))
+    kmer: KmerRegression = fit_kmer_regression(parts["train"], parts["dev"], len(classes), strands=(words_of(strands),))
     config = ClassifierConfig(classes=classes, length=length, strands=strands, **shape)  # type: ignore[arg-type]
     model = train_classifier(config, parts["train"], parts["dev"], settings, composition=kmer, progress=progress)
     codes, target = parts["test"]
