@@ -21,6 +21,7 @@ from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, SeasonalNaive
 from pipelines.forecasting.calendar import natural_cycles
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
+from pipelines.registry.card import forecaster_card
 from pipelines.windows import Executor, Panel, panel, ray_cluster, read_panel
 from titans_core.config import Mixer
 
@@ -138,10 +139,14 @@ def train(
     with tracking.run(store, f"train {model_name}", params=params) as run:
         run.log_metrics(metrics)
         frame = table.frame()
-        run.log_dataset(frame, name=Path(data).name, source=data)
+        digest = run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
         for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet"):
             run.log_file(paths[name])
+        last = table.aligned()[0][known - 1]
+        trained_until = str(last) if last.dtype.kind != "M" else str(last.astype("datetime64[s]"))
+        about = {"source": data, "digest": digest, "series": len(table), "rows": len(table.y), "frequency": table.frequency}
+        shape = {"look_back": look_back, "horizon": horizon, "quantiles": ", ".join(f"{q:g}" for q in levels), "blocks": " ".join(blocks) or "none"}
         example = frame.filter(pl.col("unique_id") == table.ids[0]).tail(look_back)
         registered = tracking.register_forecaster(
             run,
@@ -153,6 +158,8 @@ def train(
             output_example=forecast.filter(pl.col("unique_id") == table.ids[0]),
             params={"h": horizon, "quantiles": list(levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
+            card=forecaster_card(model_name, data={**about, "trained_until": trained_until}, model=shape, leaderboard=board),
+            trained_until=trained_until,
         )
         link = run.link
     return TrainResult(
@@ -169,12 +176,15 @@ def backtest(
     target_column: str = "y",
     frequency: str | None = None,
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = "champion",
     origins: int = 4,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str | Path = "runs/backtest",
 ) -> BacktestResult:
-    """A registered model beside the baselines at the last rolling origins of a table; the baselines are fitted before the first origin."""
+    """A registered model beside the baselines at the last rolling origins of a table; the baselines are fitted before the first origin.
+    An MLflow run keeps the figures."""
+    from pipelines import tracking
+
     model, name = _registered(model_name, version, tracking_uri)
     table = read_panel(
         [data], frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column
@@ -190,6 +200,12 @@ def backtest(
     path = folder / "backtest.parquet"
     tables.write(rolling.tidy(table, at, points["tethys"], quantile, levels), str(path))
     (folder / "leaderboard.json").write_text(json.dumps(board, indent=2) + "\n")
+    params = {"data": data, "model": name, "series": len(table), "rows": len(table.y), "frequency": table.frequency, "origins": len(at)}
+    with tracking.run(tracking.open_store(tracking_uri), f"backtest {name}", params=params) as run:
+        run.log_metrics({f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)})
+        run.log_dataset(table.frame(), name=Path(data).name, source=data, context="backtest")
+        run.log_file(folder / "leaderboard.json")
+        run.log_file(path)
     return BacktestResult(board, name, str(path), len(at))
 
 
@@ -202,7 +218,7 @@ def forecast(
     frequency: str | None = None,
     horizon: int | None = None,
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = "champion",
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str = "runs/forecast.parquet",
 ) -> ForecastResult:

@@ -92,6 +92,8 @@ class Outcome:
     counters: Counter[str]
     mean_surprise: float
     """Over the values of the batch that could be judged; NaN when there are none."""
+    verdicts: list[str]
+    """What became of each record of the batch, in their order."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,9 @@ class Engine:
         counters: Counter[str] = Counter(received=len(records) + len(arrivals.dead), parsed=len(records))
         counters.update(letter.reason for letter in arrivals.dead)
         dead = list(arrivals.dead)
+        verdicts = []
         for record, verdict in self._feed(arrivals, rows):
+            verdicts.append(verdict)
             counters[verdict] += 1
             if verdict in REFUSED:
                 dead.append(_refused(record, verdict))
@@ -158,7 +162,7 @@ class Engine:
             alarms=alarms.height,
             forecasts=len(rows) * self.model.horizon,
         )
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item())
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item(), verdicts)
 
     def _feed(self, arrivals: Arrivals, rows: list[Row]) -> Iterable[tuple[Record, str]]:
         slots, policy = self.slots, self.policy

@@ -81,7 +81,7 @@ def run(
     target_column: str = "y",
     event_column: str = "event_id",
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = "champion",
     tracking_uri: str = DEFAULT_TRACKING_URI,
     follow: bool = False,
     grace: str = "0s",
