@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from connectors import tables
 from connectors.errors import UserError
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import validation
 from pipelines.forecasting.calendar import to_zone
 from pipelines.forecasting.covariates import Calendar, split_future
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
 from pipelines.forecasting.reading import STRICT, Reading, Table, read_table
+from pipelines.registry.card import forecaster_card
 from pipelines.windows import Executor, Panel, panel, ray_cluster
 from titans_core.config import Mixer
 
@@ -151,7 +152,7 @@ def train(
     with tracking.run(store, f"train {model_name}", params=params) as run:
         run.log_metrics(metrics)
         frame = table.frame()
-        run.log_dataset(frame, name=Path(data).name, source=data)
+        digest = run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
         facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(seed)), ("run", run.id)]
         write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, found.report, facts)
@@ -161,6 +162,11 @@ def train(
         past = example.frame().filter(pl.col("unique_id") == name).tail(look_back)
         # A served model reads the future of its covariates from the rows after the last value.
         later = [] if ahead is None else [ahead.filter(pl.col("unique_id") == name)]
+        last = table.aligned()[0][known - 1]
+        trained_until = str(last) if last.dtype.kind != "M" else str(last.astype("datetime64[s]"))
+        about = {"source": data, "digest": digest, "series": len(table), "rows": len(table.y), "frequency": table.frequency}
+        levels = ", ".join(f"{q:g}" for q in contest.levels)
+        shape = {"look_back": look_back, "horizon": horizon, "quantiles": levels, "blocks": " ".join(blocks) or "none"}
         registered = tracking.register_forecaster(
             run,
             paths["model.safetensors"],
@@ -171,6 +177,8 @@ def train(
             output_example=forecast.filter(pl.col("unique_id") == name),
             params={"h": horizon, "quantiles": list(contest.levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
+            card=forecaster_card(model_name, data={**about, "trained_until": trained_until}, model=shape, leaderboard=board),
+            trained_until=trained_until,
         )
         link = run.link
     return TrainResult(
@@ -187,7 +195,7 @@ def backtest(
     target_column: str = "y",
     frequency: str | None = None,
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     origins: int = 4,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str | Path = "runs/backtest",
@@ -244,7 +252,7 @@ def forecast(
     frequency: str | None = None,
     horizon: int | None = None,
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str = "runs/forecast.parquet",
     reading: Reading = STRICT,
@@ -321,7 +329,7 @@ def missing_future(
     time_column: str = "ds",
     target_column: str = "y",
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     reading: Reading = STRICT,
 ) -> pl.DataFrame:
