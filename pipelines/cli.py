@@ -21,6 +21,7 @@ from connectors.errors import UserError
 from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
+from pipelines.language import commands as language
 from pipelines.registry import commands as registry
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.command("validate", epilog="Example: tethys validate sales.parquet --frequen
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
+app.add_typer(language.app, name="lm")
 
 
 class Executor(StrEnum):
