@@ -33,6 +33,7 @@ models = typer.Typer(help="The registered models.", no_args_is_help=True)
 app.add_typer(models, name="models")
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
+app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
@@ -110,6 +111,9 @@ def train(
     blocks: Annotated[
         list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
     ] = None,
+    params: Annotated[
+        Path | None, typer.Option(help="YAML file of parameters, as tethys tune writes it; they come before the options.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a forecaster, compare it with baselines on rolling origins, log the run and register the model."""
@@ -130,6 +134,7 @@ def train(
         seed=seed,
         output=output,
         blocks=tuple(block.value for block in blocks or ()),
+        parameters=None if params is None else forecasting.read_params(params),
     )
     _show(result, as_json)
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,8 +84,11 @@ def train(
     output: str | Path = "runs/train",
     epochs: int = 8,
     blocks: tuple[Mixer, ...] = (),
+    parameters: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
+
+    `parameters` of the forecaster, as a search leaves them (`pipelines.forecasting.tune.read_params`), come before those given one by one.
 
     The last fifth of the rows is the backtest; the model is trained and chosen on the rows before it, and its memories then read on to the
     end. Raises UserError for whatever the user can put right.
@@ -103,9 +107,11 @@ def train(
         target_column=target_column,
         executor=executor,
     )
-    known = _border(table, look_back, horizon)
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
-    model = TitansForecaster(horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency, blocks=blocks)
+    one_by_one = {"horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks}
+    model = TitansForecaster(**{**one_by_one, **(parameters or {})})
+    horizon, look_back, epochs = model.horizon, model.look_back, model.epochs
+    known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
     folder = Path(output)
@@ -126,8 +132,8 @@ def train(
 
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
-        "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins), "blocks": " ".join(blocks),
+        "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
+        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins), "blocks": " ".join(model.blocks),
     }  # fmt: skip
     metrics = _metrics(board)
     with tracking.run(store, f"train {model_name}", params=params) as run:
@@ -135,7 +141,7 @@ def train(
         frame = table.frame()
         run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
-        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(seed)), ("run", run.id)]
+        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(model.seed)), ("run", run.id)]
         write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, None, facts)
         for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet", "report.html"):
             run.log_file(paths[name])
@@ -405,6 +411,9 @@ class _bar:
 
     def reached(self, done: int, of: int) -> None:
         self._progress.update(self._task, completed=done)
+
+    def told(self, done: int, what: str) -> None:
+        self._progress.update(self._task, completed=done, error=what)
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
