@@ -34,6 +34,7 @@ app = typer.Typer(
 app.add_typer(registry.models, name="models")
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
+app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
@@ -129,6 +130,9 @@ def train(
     historic_covariate: HistoricCovariate = None,
     static_covariate: StaticCovariate = None,
     calendar: CalendarFeature = None,
+    params: Annotated[
+        Path | None, typer.Option(help="YAML file of parameters, as tethys tune writes it; they come before the options.")
+    ] = None,
     as_json: Json = False,
     reading: Any = None,
 ) -> None:
@@ -155,6 +159,7 @@ def train(
         historic=tuple(historic_covariate or ()),
         static=tuple(static_covariate or ()),
         calendar=tuple(feature.value for feature in calendar or ()),
+        parameters=None if params is None else forecasting.read_params(params),
     )
     _show(result, as_json)
 

@@ -225,6 +225,42 @@ def run(
         yield started
 
 
+def begin(
+    store: Store,
+    name: str,
+    *,
+    params: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+    parent: Run | None = None,
+) -> Run:
+    """A run that stays open beside others until `end`: for work that overlaps. With `parent` it is a child of that run."""
+    marks = {**dict(tags or {}), **({} if parent is None else {"mlflow.parentRunId": parent.id})}
+    made = store.client.create_run(store.experiment_id, run_name=name, tags=marks)
+    store.client.log_batch(made.info.run_id, params=[Param(k, str(v)) for k, v in (params or {}).items() if v is not None])
+    return Run(store, made.info.run_id, made.info.experiment_id)
+
+
+def end(run: Run, status: str = "FINISHED", tags: Mapping[str, str] | None = None) -> None:
+    """FINISHED, FAILED or KILLED."""
+    for key, value in (tags or {}).items():
+        run.store.client.set_tag(run.id, key, value)
+    run.store.client.set_terminated(run.id, status)
+
+
+def reopen(store: Store, run_id: str) -> Run | None:
+    """A run that `begin` made, open again; its children that never ended are KILLED. None where the store does not hold it."""
+    client = store.client
+    try:
+        found = client.get_run(run_id)
+    except MlflowException:
+        return None
+    left = client.search_runs([store.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'")
+    for child in left:
+        client.set_terminated(child.info.run_id, "KILLED")
+    client.update_run(run_id, "RUNNING")
+    return Run(store, run_id, found.info.experiment_id)
+
+
 class LiveRun:
     """The run of a job that must go on while the store is away: metrics wait here and are sent in the background.
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,11 @@ def train(
     historic: tuple[str, ...] = (),
     static: tuple[str, ...] = (),
     calendar: tuple[Calendar, ...] = (),
+    parameters: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
+
+    `parameters` of the forecaster, as a search leaves them (`pipelines.forecasting.tune.read_params`), come before those given one by one.
 
     The last fifth of the rows is the backtest; the model is trained and chosen on the rows before it, and its memories then read on to the
     end. Where covariates must be known ahead and no future of them is given, the forecasts begin one horizon before the end. Raises
@@ -116,12 +120,14 @@ def train(
         executor=executor,
     )
     table = found.panel
-    known = _border(table, look_back, horizon)
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
-    model = TitansForecaster(
-        horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency, blocks=blocks,
-        zone=found.zone, future=future, historic=historic, static=static, calendar=calendar,
-    )  # fmt: skip
+    one_by_one: dict[str, Any] = {
+        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
+        "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
+    }  # fmt: skip
+    model = TitansForecaster(**{**one_by_one, **(parameters or {})})
+    horizon, look_back, epochs, blocks = model.horizon, model.look_back, model.epochs, model.blocks
+    known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
     folder = Path(output)
@@ -143,7 +149,7 @@ def train(
 
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
-        "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
+        "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
         "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
         "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
@@ -154,7 +160,7 @@ def train(
         frame = table.frame()
         digest = run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
-        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(seed)), ("run", run.id)]
+        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(model.seed)), ("run", run.id)]
         write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, found.report, facts)
         for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet", "report.html"):
             run.log_file(paths[name])
@@ -505,6 +511,9 @@ class _bar:
 
     def reached(self, done: int, of: int) -> None:
         self._progress.update(self._task, completed=done)
+
+    def told(self, done: int, what: str) -> None:
+        self._progress.update(self._task, completed=done, error=what)
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
