@@ -11,6 +11,9 @@ sides use one core.
 
 `ray2_over_ray1`: the same job on a Ray cluster of two cores, two shards at a time and one at a time, in turns. The
 cluster is started and warmed before; what that takes, and a user of `executor: ray` waits for once a run, is `ray_start_s`.
+`ray1_cpu_s` and `ray2_cpu_s` are the processor seconds of all its processes: their ratio is what the second worker costs in
+memory traffic. `plain2_over_plain1` is what the machine gives in the same rounds to two processes that only add numbers: on a
+machine that is busy with other work it is below 2, and no job can have more.
 In a last run one of the two workers is killed while it works on a shard: `killed_equal` says that the table came out to the
 byte, `killed_extra_s` what it cost.
 
@@ -21,6 +24,7 @@ runs. Shared pages count in each process, so it is an upper bound.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import shutil
@@ -96,6 +100,9 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "ray2_seconds": statistics.median(on_ray["2 workers"]),
         "ray2_over_ray1": two_over_one["median"],
         "ray2_over_ray1_range": two_over_one,
+        "ray1_cpu_s": statistics.median(on_ray["cpu"][1]),
+        "ray2_cpu_s": statistics.median(on_ray["cpu"][2]),
+        "plain2_over_plain1": report.ratio(on_ray["1 adder"], on_ray["2 adders"])["median"],
         "ray_equal": on_ray["equal"],
         "killed_equal": on_ray["killed_equal"],
         "killed_extra_s": on_ray["killed_s"] - statistics.median(on_ray["2 workers"]),
@@ -205,11 +212,14 @@ def on_ray_workers(folder: Path, weights: Path, config: dict[str, Any], options:
     model = Loaded("scale/1", weights, config)
     expected = (folder / f"local-{AS_OF}.parquet").read_bytes()
     equal, turn = [], count()
+    cpu: dict[int, list[float]] = {1: [], 2: []}
 
     def run(workers: int, tell: Any = lambda part: None) -> None:
         # Another name is another run key: no shard is there from the turn before.
         job = one_job(folder, options, f"ray-{next(turn)}", executor="ray", workers=workers)
+        before = cpu_seconds()
         done = run_shards(job, model, AS_OF, tell)
+        cpu[workers].append(cpu_seconds() - before)
         equal.append(Path(done.output).read_bytes() == expected)
         Path(done.output).unlink()
         shutil.rmtree(job.work / job.name)
@@ -220,9 +230,30 @@ def on_ray_workers(folder: Path, weights: Path, config: dict[str, Any], options:
         run_shards(few, model, AS_OF)
 
     start_s, _ = clocked(start)
-    seconds: dict[str, Any] = report.in_turns({"1 worker": partial(run, 1), "2 workers": partial(run, 2)}, options.rounds)
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Pool(2) as adders:
+        sides = {"1 worker": partial(run, 1), "2 workers": partial(run, 2)}
+        sides |= {"1 adder": partial(adders.map, add, [2], 1), "2 adders": partial(adders.map, add, [1, 1], 1)}
+        seconds: dict[str, Any] = report.in_turns(sides, options.rounds)
+    counted = {workers: each[1:] for workers, each in cpu.items()}
     killed_s, _ = clocked(lambda: run(2, kill_a_worker()))
-    return {**seconds, "start_s": start_s, "killed_s": killed_s, "equal": int(all(equal)), "killed_equal": int(equal[-1])}
+    return {**seconds, "cpu": counted, "start_s": start_s, "killed_s": killed_s, "equal": int(all(equal)), "killed_equal": int(equal[-1])}
+
+
+def add(parts: int) -> int:
+    return sum(range(parts * 40_000_000))
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that it has started and that still run."""
+    import psutil
+
+    total = 0.0
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def kill_a_worker() -> Any:

@@ -114,6 +114,11 @@ def write(
         raise UserError(f"cannot write '{text}': use .csv, .csv.gz, .parquet, delta://, postgresql:// or s3://")
 
 
+def write_text(text: str, path: Path) -> None:
+    """A text file as `write` writes tables: the old one or the new one, never a part."""
+    _write_file(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
+
+
 def _row_groups(frames: Iterable[pl.DataFrame], path: str) -> None:
     """pyarrow's writer, because the bytes of polars' streaming one depend on how many threads the machine has."""
     from pyarrow import parquet

@@ -157,7 +157,7 @@ def train(
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8")
+@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8 --report out.html")
 @forecasting.reads_a_table
 def backtest(
     data: Data,
@@ -172,6 +172,7 @@ def backtest(
     ] = 4,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[Path, typer.Option(help="Folder for the leaderboard and the forecasts.")] = Path("runs/backtest"),
+    report: Annotated[Path | None, typer.Option(help="HTML page to write; report.html in the folder when not given.")] = None,
     as_json: Json = False,
     reading: Any = None,
 ) -> None:
@@ -189,6 +190,7 @@ def backtest(
         origins=origins,
         tracking_uri=tracking_uri,
         output=output,
+        report=report,
         reading=reading,
     )
     _show(result, as_json)

@@ -272,13 +272,13 @@ class TitansForecaster(BaseEstimator):
 
     def backtest(self, frame: pl.DataFrame | Panel, origins: int = 4) -> pl.DataFrame:
         """Forecasts at the last `origins` rolling origins, one horizon apart: unique_id, origin, ds, y, mean and the quantiles."""
-        from pipelines.forecasting.backtest import rolling_origins, tidy
+        from pipelines.forecasting.backtest import MODEL, rolling_origins, tidy
 
         self._check_fitted()
         table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_, covariates=self._columns)
         at = rolling_origins(table, self.horizon, origins, self.look_back)
         point, quantile = self.quantiles_at(table, at)
-        return tidy(table, at, point, quantile, self.forecaster_.config.quantiles)
+        return tidy(table, at, {MODEL: point}, quantile, self.forecaster_.config.quantiles)
 
     def save(self, folder: str | Path) -> None:
         """weights.safetensors, config.json and the memories of the known series (state.safetensors) into a folder."""

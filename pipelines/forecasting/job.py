@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 import time
@@ -19,8 +20,7 @@ from connectors.errors import UserError
 from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import validation
-from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, SeasonalNaive
-from pipelines.forecasting.calendar import natural_cycles, to_zone
+from pipelines.forecasting.calendar import to_zone
 from pipelines.forecasting.covariates import Calendar, split_future
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
 from pipelines.forecasting.reading import STRICT, Reading, Table, read_table
@@ -46,6 +46,7 @@ class TrainResult:
     forecasts: str
     plot: str
     backtest: str
+    report: str
     seconds: float
 
 
@@ -53,7 +54,9 @@ class TrainResult:
 class BacktestResult:
     leaderboard: list[dict[str, Any]] = field(repr=False)
     model: str
+    run: str
     forecasts: str
+    report: str
     origins: int
 
 
@@ -120,23 +123,18 @@ def train(
     )  # fmt: skip
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
-    origins = _origins(table, known, horizon)
-    points, quantile = _all_forecasts(model, table, origins, known)
-    real = rolling.truth(table, origins, horizon, _season(table.frequency), known)
-    levels = model.forecaster_.config.quantiles
-    board = rolling.leaderboard(points, real, {"tethys": rolling.calibration(quantile, levels, real)})
-
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
+    contest = rolling.Backtest(model, table, _origins(table, known, horizon), known)
+    _forecast_all(contest, folder / "backtest.parquet")
+    board = contest.scores.leaderboard()
     forecast, ahead, example = _last_forecast(model, found)
     paths = {
         name: folder / name
-        for name in ("forecasts.parquet", "backtest.parquet", "leaderboard.json", "plot.png", "model.safetensors")
+        for name in ("forecasts.parquet", "backtest.parquet", "leaderboard.json", "report.html", "plot.png", "model.safetensors")
     }
     shown = forecast.with_columns(to_zone(forecast["ds"], table.frequency, found.zone))
     tables.write(shown, str(paths["forecasts.parquet"]))
-    tidy = rolling.tidy(table, origins, points["tethys"], quantile, levels)
-    tables.write(tidy, str(paths["backtest.parquet"]))
     paths["leaderboard.json"].write_text(json.dumps(board, indent=2) + "\n")
     figure = _plot(table, forecast, horizon, look_back)
     figure.savefig(paths["plot.png"], dpi=120)
@@ -145,19 +143,19 @@ def train(
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(origins), "blocks": " ".join(blocks),
-        "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]), "covariate_penalty": model.line_.covariate_penalty,
-        "zone": found.zone,
+        "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
+        "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
+        "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
-    metrics = {
-        f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)
-    }
+    metrics = _metrics(board)
     with tracking.run(store, f"train {model_name}", params=params) as run:
         run.log_metrics(metrics)
         frame = table.frame()
         run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
-        for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet"):
+        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(seed)), ("run", run.id)]
+        write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, found.report, facts)
+        for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet", "report.html"):
             run.log_file(paths[name])
         name = example.ids[0]
         past = example.frame().filter(pl.col("unique_id") == name).tail(look_back)
@@ -171,13 +169,13 @@ def train(
             alias=alias,
             input_example=pl.concat([past, *later], how="diagonal"),
             output_example=forecast.filter(pl.col("unique_id") == name),
-            params={"h": horizon, "quantiles": list(levels)},
+            params={"h": horizon, "quantiles": list(contest.levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
         )
         link = run.link
     return TrainResult(
         board, model_name, registered.version, alias, link, str(paths["forecasts.parquet"]), str(paths["plot.png"]),
-        str(paths["backtest.parquet"]), round(time.monotonic() - began, 1),
+        str(paths["backtest.parquet"]), str(paths["report.html"]), round(time.monotonic() - began, 1),
     )  # fmt: skip
 
 
@@ -193,26 +191,48 @@ def backtest(
     origins: int = 4,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str | Path = "runs/backtest",
+    report: str | Path | None = None,
     reading: Reading = STRICT,
 ) -> BacktestResult:
-    """A registered model beside the baselines at the last rolling origins of a table; the baselines are fitted before the first origin."""
+    """A registered model beside the baselines at the last rolling origins of a table; the baselines are fitted before the first origin.
+
+    Writes forecasts (`backtest.parquet`), `series.parquet` (a row a series), `leaderboard.json` and the page `report` (in the folder of
+    `output` where None), and logs them, but for the forecasts, to an MLflow run.
+    """
+    from pipelines import tracking
+
+    began = time.monotonic()
     model, name = _registered(model_name, version, tracking_uri)
-    table = read_table(
+    store = tracking.open_store(tracking_uri)
+    found = read_table(
         data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names,
-    ).panel  # fmt: skip
+    )  # fmt: skip
+    table = found.panel
     _same_frequency(model, table, data)
     at = rolling.rolling_origins(table, model.horizon, origins, model.look_back)
-    points, quantile = _all_forecasts(model, table, at, int(at[0]))
-    real = rolling.truth(table, at, model.horizon, _season(table.frequency), int(at[0]))
-    levels = model.forecaster_.config.quantiles
-    board = rolling.leaderboard(points, real, {"tethys": rolling.calibration(quantile, levels, real)})
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "backtest.parquet"
-    tables.write(rolling.tidy(table, at, points["tethys"], quantile, levels), str(path))
-    (folder / "leaderboard.json").write_text(json.dumps(board, indent=2) + "\n")
-    return BacktestResult(board, name, str(path), len(at))
+    contest = rolling.Backtest(model, table, at, int(at[0]))
+    paths = {part: folder / part for part in ("backtest.parquet", "series.parquet", "leaderboard.json")}
+    page = folder / "report.html" if report is None else Path(report)
+    _forecast_all(contest, paths["backtest.parquet"])
+    board = contest.scores.leaderboard()
+    tables.write(contest.scores.series, paths["series.parquet"])
+    paths["leaderboard.json"].write_text(json.dumps(board, indent=2) + "\n")
+    params = {
+        "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "model": name,
+        "backtest_origins": len(at), "horizon": model.horizon, "forecasts": str(paths["backtest.parquet"]),
+    }  # fmt: skip
+    with tracking.run(store, f"backtest {name}", params=params) as run:
+        run.log_metrics(_metrics(board))
+        run.log_dataset(table.frame(), name=Path(data).name, source=data, context="backtest")
+        facts = [*_facts(contest, data, time.monotonic() - began), ("run", run.id)]
+        write_page(page, contest, paths["backtest.parquet"], name, data, found.report, facts)
+        for path in (page, paths["leaderboard.json"], paths["series.parquet"]):
+            run.log_file(path)
+        link = run.link
+    return BacktestResult(board, name, link, str(paths["backtest.parquet"]), str(page), len(at))
 
 
 def forecast(
@@ -363,11 +383,6 @@ def _same_frequency(model: TitansForecaster, table: Panel, data: str) -> None:
         )
 
 
-def _season(frequency: str) -> int:
-    cycles = natural_cycles(frequency)
-    return cycles[0] if cycles else 1
-
-
 def _border(table: Panel, look_back: int, horizon: int) -> int:
     """Rows of the common grid before the backtest."""
     _, y, _ = table.aligned()
@@ -396,49 +411,80 @@ def _origins(table: Panel, known: int, horizon: int) -> NDArray[np.int64]:
     return every[np.unique(np.linspace(0, len(every) - 1, min(MOST_ORIGINS, len(every))).round().astype(int))]
 
 
-def _all_forecasts(
-    model: TitansForecaster, table: Panel, origins: NDArray[np.int64], known: int
-) -> tuple[dict[str, NDArray[np.float64]], NDArray[np.float64]]:
-    """Expected values (S, n, H) of the model and of the baselines, fitted on the first `known` rows; and the model's quantiles."""
-    _, y, _ = table.aligned()
-    horizon, look_back = model.horizon, model.look_back
-    point, quantile = model.quantiles_at(table, origins)
-    cycles = natural_cycles(table.frequency)
-    rates = {0: (0.1, 0.02), 1: (0.2,)}
-    profiles = tuple((c, rates[i]) for i, c in enumerate(cycles) if 3 * c <= known)
-    baselines: dict[str, Any] = {"last_value": LastValue(horizon)}
-    if cycles:
-        baselines["seasonal_naive"] = SeasonalNaive(horizon, cycles[0])
-    baselines["ridge"] = Ridge(horizon, look_back)
-    baselines["ridge_carried"] = RidgeCarried(horizon, look_back, profiles=profiles)
-    # The ridge penalty was chosen for scaled series, so every baseline sees them scaled by the rows before the first origin.
-    mean = np.nan_to_num(np.nanmean(np.where(np.isfinite(y[:, :known]), y[:, :known], np.nan), axis=1))
-    deviation = np.nan_to_num(np.nanstd(y[:, :known], axis=1), nan=1.0)
-    deviation = np.where(deviation > 0, deviation, 1.0)
-    scaled = (y - mean[:, None]) / deviation[:, None]
-    points: dict[str, NDArray[np.float64]] = {"tethys": point}
-    for name, baseline in baselines.items():
-        try:
-            baseline.fit([row[:known] for row in scaled])
-        except ValueError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
-        points[name] = np.stack(
-            [m + d * baseline.forecast(row, origins) for row, m, d in zip(scaled, mean, deviation, strict=True)]
-        ).astype(np.float64)
-    return points, quantile
+def _forecast_all(contest: rolling.Backtest, path: Path) -> None:
+    """Every forecast of a backtest into a Parquet file, a block of series at a time; shows how far it is."""
+    with _bar("backtest", len(contest.table), "{task.completed}/{task.total} series") as bar:
+        tables.write(contest.rows(bar.reached), path)
+
+
+def write_page(
+    path: Path,
+    contest: rolling.Backtest,
+    forecasts: Path,
+    title: str,
+    data: str,
+    findings: validation.Report | None,
+    facts: list[tuple[str, str]],
+) -> None:
+    from pipelines.forecasting import report
+
+    html = report.page(contest, forecasts, title=title, data=data, findings=findings, facts=facts)
+    tables.write_text(html, path)
+
+
+def _metrics(board: list[dict[str, Any]]) -> dict[str, float]:
+    return {f"{row['model']}.{key}": v for row in board for key, v in row.items() if key != "model" and np.isfinite(v)}
+
+
+def _facts(contest: rolling.Backtest, data: str, seconds: float) -> list[tuple[str, str]]:
+    """What somebody needs to make the page again, or to doubt it."""
+    from importlib import metadata
+
+    table, model, scores = contest.table, contest.model, contest.scores
+    config = model.forecaster_.config
+    cells = f"{int(np.isfinite(contest.y).sum()):,} observed of {contest.y.size:,} rows, {len(table):,} series at {table.frequency}"
+    facts = [
+        ("data", data),
+        ("rows", cells),
+        ("digest of the rows", digest(table)),
+        ("baselines fitted on", f"the first {contest.known:,} of {len(contest.grid):,} rows"),
+        ("forecasts", f"{len(table) * len(contest.origins):,} of {model.horizon} steps, {int(scores.count[0].sum()):,} steps scored"),
+        ("look-back, memory", f"{model.look_back} rows, {config.memory}"),
+        ("hidden, blocks", f"{config.hidden}, {' '.join(model.blocks) or 'none'}"),
+        ("validation error", f"{model.valid_error_:.6g} (scaled squared error, of the training)"),
+        ("program", ", ".join(f"{name} {_version(name, metadata)}" for name in ("tethys-streams", "torch", "polars"))),
+        ("seconds", f"{seconds:.1f}"),
+    ]
+    if scores.unforecast:
+        told = f"{scores.unforecast:,} observed steps for which the model gave no number; no score counts them"
+        facts.insert(5, ("steps without a forecast", told))
+    return facts
+
+
+def digest(table: Panel) -> str:
+    """sha256 of ids, stamps and values: the same for the same rows, in whatever file they lie."""
+    made = hashlib.sha256(json.dumps([table.frequency, *table.ids]).encode())
+    for part in (table.offsets, table.ds, np.where(table.observed, table.y, np.nan)):
+        made.update(np.ascontiguousarray(part).tobytes())
+    return made.hexdigest()
+
+
+def _version(name: str, metadata: Any) -> str:
+    try:
+        return str(metadata.version(name))
+    except metadata.PackageNotFoundError:  # run from a checkout that is on the path but not installed
+        return "from a checkout"
 
 
 class _bar:
-    """A progress bar on standard error; called after every epoch with epoch, epochs and validation error."""
+    """A progress bar on standard error; called after every epoch with epoch, epochs and validation error, or told what is `reached`."""
 
-    def __init__(self, title: str, total: int) -> None:
+    def __init__(self, title: str, total: int, count: str = "{task.completed}/{task.total} epochs, error {task.fields[error]}") -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total} epochs, error {task.fields[error]}"),
-            TimeElapsedColumn(), console=Console(stderr=True),
+            TextColumn("{task.description}"), BarColumn(), TextColumn(count), TimeElapsedColumn(), console=Console(stderr=True),
         )  # fmt: skip
         self._task = self._progress.add_task(title, total=total, error="...")
 
@@ -448,6 +494,9 @@ class _bar:
 
     def __call__(self, epoch: int, epochs: int, error: float) -> None:
         self._progress.update(self._task, completed=epoch + 1, error=f"{error:.4f}")
+
+    def reached(self, done: int, of: int) -> None:
+        self._progress.update(self._task, completed=done)
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()

@@ -37,11 +37,13 @@ STRICT = Reading()
 
 @dataclass(frozen=True)
 class Table:
-    """panel: the series. future: `unique_id, ds` and covariates known ahead, on the same clock. zone: of the stamps, where one is known."""
+    """panel: the series. future: `unique_id, ds` and covariates known ahead, on the same clock. zone: of the stamps, where one is known.
+    report: what the rules found."""
 
     panel: Panel
     future: pl.DataFrame | None
     zone: str | None
+    report: Report
 
 
 def read_table(
@@ -83,7 +85,7 @@ def read_table(
     if future is not None:
         future, report = clocked(future, rules, found.frequency, ahead, reading.future or uri, **columns)
         report.require()
-    return Table(found, future, checked.report.zone)
+    return Table(found, future, checked.report.zone, checked.report)
 
 
 def clocked(

@@ -165,9 +165,11 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
     """
     from pipelines.forecasting.calendar import phases
     from pipelines.forecasting.covariates import CovariateTable
+    from titans_core import forecaster_row
 
     config = fitted.forecaster_.config
     beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
+    in_place = beside is None and not forecaster_row.unsupported(fitted.forecaster_)
     return StreamModel(
         memory=fitted.forecaster_,
         version=version,
@@ -176,6 +178,7 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
         quantiles=config.quantiles,
         phase=phases(fitted.frequency_, config.seasons, fitted.zone),
         beside=beside,
+        row=forecaster_row.ForecasterRow(fitted.forecaster_) if in_place else None,
     )
 
 
