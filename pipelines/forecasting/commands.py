@@ -202,7 +202,8 @@ def tune(
 
     result = search.tune(
         data, id_column=id_column or None, time_column=time_column, target_column=target_column, frequency=frequency, horizon=horizon,
-        trials=trials, workers=workers, epochs=epochs, seed=seed, space=space, tracking_uri=tracking_uri, model_name=model_name, output=output, reading=reading,
+        trials=trials, workers=workers, epochs=epochs, seed=seed, space=space, tracking_uri=tracking_uri, model_name=model_name, output=output,
+        reading=reading,
     )  # fmt: skip
     cli._show(result, as_json)
 

@@ -219,7 +219,7 @@ def backtest(
     model, name = _registered(model_name, version, tracking_uri)
     store = tracking.open_store(tracking_uri)
     found = read_table(
-        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        data, reading, frequency=frequency or model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names,
     )  # fmt: skip
     table = found.panel
@@ -266,7 +266,7 @@ def forecast(
     """Forecast every series of a table with a registered model, and write the table of forecasts (replaced as a whole)."""
     model, name = _registered(model_name, version, tracking_uri)
     found = read_table(
-        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        data, reading, frequency=frequency or model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names, ahead=model.encoder_.ahead,
     )  # fmt: skip
     table = found.panel
