@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
@@ -35,6 +35,7 @@ from titans_core.tokenizers import N, complement
 
 Codes = NDArray[np.uint8]
 FORMAT = "1"
+KIND = "dna language model"
 DIRECT = 12  # longest context whose counts may stand in a plain table of 4^k rows
 
 
@@ -85,6 +86,22 @@ class ContextCounts:
                 counts[row, found & 3] = np.minimum(times, 255)
                 sparse[k] = contexts, counts
         return cls(tuple(orders), direct, sparse)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ContextCounts:
+        return self  # frozen once counted; a copy would be hundreds of megabytes
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """The tables by name, for a safetensors file."""
+        found: dict[str, NDArray[Any]] = {f"direct.{k}": table for k, table in self.direct.items()}
+        for k, (contexts, table) in self.sparse.items():
+            found |= {f"contexts.{k}": contexts, f"sparse.{k}": table}
+        return found
+
+    @classmethod
+    def from_tensors(cls, orders: Sequence[int], tensors: dict[str, NDArray[Any]]) -> ContextCounts:
+        """Counts from what `tensors` gave."""
+        direct = {k: tensors[f"direct.{k}"] for k in orders if f"direct.{k}" in tensors}
+        return cls(tuple(orders), direct, {k: (tensors[f"contexts.{k}"], tensors[f"sparse.{k}"]) for k in orders if k not in direct})
 
     def look_up(self, codes: Codes, start: int, stop: int, *, leave_out: bool = False) -> NDArray[np.float32]:
         """Counts (T, K, 4) at positions start to stop of a sequence; leave_out takes each position's own count away."""
@@ -278,26 +295,24 @@ def embed(model: DnaModel, counts: ContextCounts, codes: Codes, *, piece: int = 
 
 def save(model: DnaModel, counts: ContextCounts, path: str | Path) -> None:
     """Weights and counts in one safetensors file, the configuration as JSON in its header."""
-    tensors = {f"weights.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
-    tensors |= {f"direct.{k}": table for k, table in counts.direct.items()}
-    for k, (contexts, table) in counts.sparse.items():
-        tensors |= {f"contexts.{k}": contexts, f"sparse.{k}": table}
-    metadata = {"format": FORMAT, "config": json.dumps(asdict(model.config))}
+    tensors = {f"weights.{name}": tensor.numpy() for name, tensor in model.state_dict().items()} | counts.tensors()
+    metadata = {"format": FORMAT, "kind": KIND, "config": json.dumps(asdict(model.config))}
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata)
 
 
 def load(path: str | Path) -> tuple[DnaModel, ContextCounts]:
-    """A model and its counts from what `save` wrote, ready to read."""
-    with safe_open(str(path), "np") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT or "config" not in metadata:
-            raise ConfigError(f"{path}: format {metadata.get('format')} of a DNA model is not {FORMAT}")
-        settings = json.loads(metadata["config"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    """A model and its counts from what `save` wrote, ready to read. ConfigError where the file holds something else."""
+    try:
+        with safe_open(str(path), "np") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is no safetensors file ({error})") from None
+    if metadata.get("format") != FORMAT or metadata.get("kind", KIND) != KIND or not any("weights." in name for name in tensors):
+        raise ConfigError(f"{path} holds no DNA language model of format {FORMAT}")
+    settings = json.loads(metadata["config"])
     config = DnaModelConfig(**{**settings, "orders": tuple(settings["orders"])})
     model = DnaModel(config)
     weights = {name.removeprefix("weights."): torch.from_numpy(each) for name, each in tensors.items() if "weights." in name}
     model.load_state_dict(weights)
-    direct = {k: tensors[f"direct.{k}"] for k in config.orders if f"direct.{k}" in tensors}
-    sparse = {k: (tensors[f"contexts.{k}"], tensors[f"sparse.{k}"]) for k in config.orders if k not in direct}
-    return model.eval(), ContextCounts(config.orders, direct, sparse)
+    return model.eval(), ContextCounts.from_tensors(config.orders, tensors)

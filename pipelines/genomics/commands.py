@@ -86,6 +86,9 @@ def train(
         Strands, typer.Option(help="'both' or 'equivariant' for binding sites, 'forward' for promoters and splice sites.")
     ] = Strands.forward,
     length: Annotated[int | None, typer.Option(min=1, help="Bases the model looks at; the longest training row when not given.")] = None,
+    pretrained: Annotated[
+        Path | None, typer.Option(help="File that `pretrain` wrote: its language model is fine-tuned instead of a new network.")
+    ] = None,
     row_passes: Annotated[int, typer.Option(min=1, help="Rows shown in training, over all epochs.")] = 60_000,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight in the loss.")] = False,
     accept_leaks: Annotated[bool, typer.Option(help="Train although the audit refuses the data.")] = False,
@@ -96,22 +99,25 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Audit, train, score beside a k-mer regression on all rows and on the clean ones, log the run and register the model."""
+    from pipelines.genomics.answers import load_language_model
     from pipelines.genomics.datasets import read_splits
     from pipelines.genomics.report import register, train_and_report
     from pipelines.genomics.training import Settings
 
     settings = Settings(row_passes=row_passes, batch=64, rate=2e-3, weights="balanced" if balanced else None, seed=seed)
+    language_model = None if pretrained is None else load_language_model(pretrained)
     splits = read_splits(table, dev, test, seed=seed)
     with progress_bar("training") as progress:
         trained = train_and_report(
             *(rows for _, rows in splits.values()),
-            strands=strands.value, length=length, settings=settings, accept_leaks=accept_leaks, progress=progress,
+            strands=strands.value, length=length, settings=settings, accept_leaks=accept_leaks,
+            pretrained=language_model, progress=progress,
         )  # fmt: skip
     if output is not None:
         part = output.with_name("." + output.name)
         trained.save(part)
         part.replace(output)
-    params = {"row_passes": row_passes, "balanced": balanced, "seed": seed}
+    params = {"pretrained": pretrained, "row_passes": row_passes, "balanced": balanced, "seed": seed}
     version = register(trained, splits, tracking_uri=tracking_uri, name=model_name, alias=alias, params=params)
     shown = {**trained.to_json(), "version": version, "alias": alias}
     print(json.dumps(shown) if as_json else f"{trained.text()}\nmodel    {version}@{alias}")
@@ -253,11 +259,11 @@ def embed(
     import polars as pl
 
     from connectors.sequences import read
+    from pipelines.genomics.answers import load_language_model
     from titans_core.dna_model import embed as embed_codes
-    from titans_core.dna_model import load
     from titans_core.tokenizers import encode_bases
 
-    network, counts = load(model)
+    network, counts = load_language_model(model)
     rows = [
         {"id": record.id, "length": len(record.sequence), "vector": embed_codes(network, counts, encode_bases(record.sequence))}
         for record in read(source)
