@@ -25,6 +25,11 @@ TrackingUri = Annotated[
 ]
 
 
+class Executor(StrEnum):
+    local = "local"
+    ray = "ray"
+
+
 class Strands(StrEnum):
     forward = "forward"
     both = "both"
@@ -220,28 +225,27 @@ def pretrain(
     output: Annotated[Path, typer.Option(help="File for counts and weights.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps of 16,384 bases.")] = 120,
     measure: Annotated[str | None, typer.Option(help="Sequence file to report bits per base on.")] = None,
+    executor: Annotated[Executor, typer.Option(help="Count and train in this process, or on Ray.")] = Executor.local,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share each step, on Ray.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Make a DNA language model of genomes, and say how well it foretells another one with its memory on and off."""
-    import torch
+    from pipelines.genomics.pretraining import pretrain as make
+    from pipelines.genomics.pretraining import read_contigs
+    from titans_core.dna_model import DnaModelConfig, Training, bits_per_base, save, without_writes
 
-    from connectors.sequences import read
-    from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, save, without_writes
-    from titans_core.dna_model import train as train_model
-    from titans_core.tokenizers import encode_bases
-
-    contigs = [encode_bases(record.sequence) for path in genomes for record in read(path)]
-    config = DnaModelConfig()
-    counts = ContextCounts.of(contigs, config.orders)
-    torch.manual_seed(seed)
-    model = DnaModel(config)
-    history = train_model(model, counts, contigs, steps=steps, seed=seed)
-    save(model, counts, output)
+    contigs = read_contigs(genomes)
+    rows = None if measure is None else read_contigs([measure])
+    with progress_bar("pretraining") as progress:
+        training = Training(steps=steps, seed=seed)
+        model, counts, history = make(contigs, DnaModelConfig(), training, executor=executor.value, workers=workers, progress=progress)
+    part = output.with_name("." + output.name)
+    save(model, counts, part)
+    part.replace(output)
     last = history[-20:]
     found = {"bases": float(sum(map(len, contigs))), "train_bits_per_base": sum(last) / len(last)}
-    if measure is not None:
-        rows = [encode_bases(record.sequence) for record in read(measure)]
+    if rows is not None:
         total = sum(map(len, rows))
         found["carried_bits_per_base"] = sum(bits_per_base(model, counts, row)[0] * len(row) for row in rows) / total
         with without_writes(model):
