@@ -130,6 +130,13 @@ def replace(state: S, index: Tensor | Sequence[int], part: S) -> S:
     return cast(S, _map(lambda _, leaf, new: leaf.index_copy(0, rows.to(leaf.device), new), state, part))
 
 
+def write_(state: S, index: Tensor, part: S) -> None:
+    """`replace` in place: the streams at `index` (long) become those of `part`."""
+    with torch.inference_mode():
+        for (_, leaf), (_, new) in zip(leaves(state), leaves(part), strict=True):
+            leaf.index_copy_(0, index, new.to(leaf.dtype))
+
+
 def to_bytes(state: Any, **metadata: str) -> bytes:
     """safetensors bytes with the format version; `metadata` (strings) travels along.
 
