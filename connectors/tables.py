@@ -155,6 +155,8 @@ def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.
         files = sorted(str(p) for p in path.rglob("*.parquet"))
         if not files:
             raise UserError(f"the folder '{text}' holds no .parquet file")
+        for name in files:
+            _require_parquet(name)
         return pl.read_parquet(files, hive_partitioning=True)
     if glob.has_magic(text):
         files = sorted(glob.glob(text, recursive=True))
@@ -174,6 +176,13 @@ def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.
     if text.endswith(".parquet"):
         return pl.read_parquet(path)
     raise UserError(f"cannot tell the form of '{text}': use .csv, .csv.gz or .parquet")
+
+
+def _require_parquet(name: str) -> None:
+    """Polars tells that a folder cannot be read, and not which file of it."""
+    with open(name, "rb") as file:
+        if file.read(4) != b"PAR1":
+            raise UserError(f"'{name}' is no Parquet file: take it out of the folder, or write it anew")
 
 
 def _dialect(csv: CsvForm | None) -> dict[str, Any]:

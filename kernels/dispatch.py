@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from kernels.mlp import Affine, DeepState
 from kernels.muon import AtlasState
 from kernels.network import DEFAULT, Network
 from kernels.omega import OmegaState
+
+Precision = Literal["float32", "bfloat16"]
 
 VARIABLE = "TETHYS_KERNELS"
 NAMES = ("torch", "native", "triton")
@@ -98,8 +100,9 @@ def linear_exact(
     read: str = "after",
     write: Tensor | None = None,
     decayed_error: bool = False,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, MatrixState]:
-    """As `kernels.linear.linear_exact`."""
+    """As `kernels.linear.linear_exact`. precision: the least that products may have; only the native form uses less than float32."""
 
     def native() -> str:
         from kernels.native import supports_linear
@@ -117,8 +120,8 @@ def linear_exact(
             q, k, v, theta, eta, alpha, state, chunk=chunk, read=read, write=write, decayed_error=decayed_error
         )  # fmt: skip
     linear.check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
-    run = _load(chosen).linear_exact
-    y, new = run(q, k, v, theta, eta, alpha, state, chunk=min(chunk, TRITON_ROWS) if chosen == "triton" else chunk, read=read, write=write)
+    options: dict[str, Any] = {"chunk": chunk, "precision": precision} if chosen == "native" else {"chunk": min(chunk, TRITON_ROWS)}
+    y, new = _load(chosen).linear_exact(q, k, v, theta, eta, alpha, state, read=read, write=write, **options)
     return y, new
 
 
@@ -169,8 +172,9 @@ def deep(
     write: Tensor | None = None,
     gamma: Tensor | None = None,
     exact_last: bool = False,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, DeepState]:
-    """As `kernels.mlp.deep`."""
+    """As `kernels.mlp.deep`; precision as in `linear_exact`."""
 
     def native() -> str:
         from kernels.native import supports_deep
@@ -194,8 +198,7 @@ def deep(
         )  # fmt: skip
     mlp.check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
     options: dict[str, Any] = {"init": init, "chunk": chunk, "network": network, "affine": affine, "read": read, "write": write}
-    if chosen == "triton":
-        options["gamma"] = gamma
+    options |= {"gamma": gamma} if chosen == "triton" else {"precision": precision}
     y, new = _load(chosen).deep(q, k, v, theta, eta, alpha, state, **options)
     return y, new
 

@@ -46,6 +46,8 @@ class MemoryConfig:
     forget: `head`, one alpha a token and head (and memory layer); `channel`, one for each output channel of a head (Titans NeurIPS
         section 2.1), for the matrix memories of `exact` and `stale`: an MLP's layers have other channels, and no paper says which forget.
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
+    precision: the least that products may have. With `bfloat16` the native kernels round their operands and sum in float32; states, gates
+        and triangular systems stay float32, as does every implementation that gains nothing from it (`tethys doctor` says which runs).
     """
 
     dim: int
@@ -65,6 +67,7 @@ class MemoryConfig:
     decay: bool = True
     forget: Literal["head", "channel"] = "head"
     decay_to_init: bool = True
+    precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         require(self.dim > 0 and self.heads > 0, f"dim {self.dim} and heads {self.heads} must be positive")
@@ -73,6 +76,7 @@ class MemoryConfig:
         require(self.window >= 1, f"window {self.window} must be at least 1")
         require(self.read in ("after", "before", "anchor"), f"read '{self.read}' is none of after, before, anchor")
         require(self.chunk >= 1, f"chunk {self.chunk} must be at least 1")
+        require(self.precision in ("float32", "bfloat16"), f"precision '{self.precision}' is none of float32, bfloat16")
         require(self.loss in ("l2", "dot"), f"loss '{self.loss}' is none of l2, dot")
         if self.loss == "dot":
             require(

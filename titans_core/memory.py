@@ -23,6 +23,7 @@ from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
 from kernels.muon import AtlasState, atlas_state
+from kernels.native import training
 from kernels.network import Network, output
 from kernels.omega import OmegaState, omega_state
 from titans_core.config import MemoryConfig
@@ -192,6 +193,9 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
+        if form := self._native_form(x, state):
+            assert isinstance(state.memory, MatrixState | DeepState)
+            return self._whole(x, state, form)
         u = self.qkv(x)
         q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)
         q, k, tail = self._features(q_rows), self._features(k_rows), next_tail(u, state.conv)
@@ -221,6 +225,7 @@ class NeuralMemory(nn.Module):
             y, memory = dispatch.deep(
                 q, k, v, theta, eta, alpha, old, init=init, chunk=config.chunk,
                 network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
+                precision=config.precision,
             )  # fmt: skip
         elif isinstance(old, StaleState):
             y, memory = dispatch.linear_stale(
@@ -232,7 +237,8 @@ class NeuralMemory(nn.Module):
             y, memory = dispatch.omega_exact(q, k, v, theta, eta, alpha, gamma, old, chunk=chunk, read=config.read)
         else:
             y, memory = dispatch.linear_exact(
-                q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, decayed_error=config.decayed_error
+                q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, decayed_error=config.decayed_error,
+                precision=config.precision,
             )  # fmt: skip
         if deviation:
             y = y + q @ self.init[0].mT
@@ -240,13 +246,20 @@ class NeuralMemory(nn.Module):
             y = y + self._residual(q_rows)
         return self._output(y, x), MemoryState(memory, tail)
 
+    def _whole(self, x: Tensor, state: MemoryState, form: native.Form) -> tuple[Tensor, MemoryState]:
+        """`forward` as one native function, gradients included."""
+        assert isinstance(state.memory, MatrixState | DeepState)
+        y, memory, tail = training.layer(x, state.conv, state.memory, self._native_weights(), self._native_init(), form)
+        return y, MemoryState(memory, tail)
+
     def in_place(self) -> Callable[[Tensor, MemoryState], Tensor]:
         """A function (x, state) -> y that overwrites the tensors of the state, for a service that owns its states; no autograd.
 
         The numbers are those of `forward`, to rounding. Where the native kernels take the rule, the whole layer is one call; elsewhere it
         is `forward`, copied over the state. The weights are those of now: make it anew when they change.
         """
-        layer = self._native_layer()
+        form = self._native_form(self.qkv.weight[None], self.initial_state(1))
+        layer = None if form is None else native.Layer(self._native_weights(), self._native_init(), form)
 
         @torch.inference_mode()
         def step(x: Tensor, state: MemoryState) -> Tensor:
@@ -261,20 +274,29 @@ class NeuralMemory(nn.Module):
 
         return step
 
-    def _native_layer(self) -> native.Layer | None:
-        """This layer in the native kernels, or None where they do not run, are not asked for, or do not know the rule."""
+    def _native_form(self, x: Tensor, state: MemoryState) -> native.Form | None:
+        """This layer as the native kernels see it, or None where they do not run, are not asked for, or do not know the rule or the tensors."""
         config = self.config
         plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error and config.forget == "head"
         matrix = config.rule == "exact" and not config.decay_to_init and config.read != "anchor"
         deep = config.rule == "deep" and config.depth == 2
-        if not (plain and (matrix or deep)) or native.supports(*self.parameters()) or dispatch.forced() not in (None, "native"):
+        tensors = (x, state.conv, *self.parameters(), *(leaf for _, leaf in leaves(state) if leaf.is_floating_point()))
+        if not (plain and (matrix or deep)) or config.conv > dispatch.NATIVE_TAPS or x.numel() == 0:
             return None
-        return native.Layer(
-            self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight,
-            scale=self.length, divisor=(1 if matrix else config.chunk) * (1 if matrix else config.features), chunk=config.chunk,
-            init=tuple(self.init) if deep and config.decay_to_init else None, network=self.network, read=config.read,
-            momentum=config.momentum, decay=config.decay,
+        if dispatch.forced() not in (None, "native") or native.supports(*tensors):
+            return None
+        return native.Form(
+            heads=config.heads, scale=self.length, divisor=1.0 if matrix else config.chunk * config.features, chunk=config.chunk,
+            network=self.network, read=config.read, momentum=config.momentum, decay=config.decay, precision=config.precision,
         )  # fmt: skip
+
+    def _native_weights(self) -> tuple[Tensor, ...]:
+        return (
+            self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight
+        )  # fmt: skip
+
+    def _native_init(self) -> tuple[Tensor, ...] | None:
+        return tuple(self.init) if self.config.rule == "deep" and self.config.decay_to_init else None
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.

@@ -9,18 +9,22 @@ does what the average row does. Whoever encodes later rows uses what training kn
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from connectors import tables
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import wall_clock
 from pipelines.forecasting.validation import Vocabulary, check_future
-from pipelines.windows import Panel, continue_grid
+from pipelines.windows import Panel, continue_grid, stamps
 from titans_core.forecaster import CovariateConfig
 
 MOST_LEVELS = 32
@@ -146,7 +150,7 @@ class Encoder:
 
         future: `unique_id, ds` and the covariates known ahead, in any order. Raises UserError that names the rows and values that lack.
         """
-        stamps = np.stack([continue_grid(d, self.frequency, horizon) for d in last])
+        ahead = np.stack([continue_grid(d, self.frequency, horizon) for d in last])
         rows = None
         if self.future:
             ends = pl.DataFrame({"unique_id": list(ids), "ds": last})
@@ -157,10 +161,10 @@ class Encoder:
                 )
             rows, report = check_future(ends, future, self.ahead, frequency=self.frequency, horizon=horizon)
             report.require()
-            order = pl.DataFrame({"unique_id": np.repeat(np.array(ids, dtype=object), horizon).tolist(), "ds": stamps.reshape(-1)})
+            order = pl.DataFrame({"unique_id": np.repeat(np.array(ids, dtype=object), horizon).tolist(), "ds": ahead.reshape(-1)})
             rows = order.join(rows.with_columns(pl.col("ds").cast(order.schema["ds"])), on=["unique_id", "ds"], how="left", maintain_order="left")
-        known = self._known(rows, stamps.reshape(-1)).reshape(len(stamps), horizon, -1)
-        historic = np.zeros((len(stamps), horizon, sum(c.width for c in self.historic)), dtype=np.float32)
+        known = self._known(rows, ahead.reshape(-1)).reshape(len(ahead), horizon, -1)
+        historic = np.zeros((len(ahead), horizon, sum(c.width for c in self.historic)), dtype=np.float32)
         return np.concatenate([known, historic, np.repeat(static[:, None], horizon, axis=1)], axis=2)
 
     def unknown(self, table: pl.DataFrame | None) -> dict[str, tuple[str, ...]]:
@@ -192,9 +196,9 @@ class Encoder:
 
     def of_calendar(self, ds: NDArray[Any]) -> NDArray[np.float32]:
         """(n, calendar) of stamps as `datetime64` or int64 microseconds, on the wall clock of the zone."""
-        stamps = np.asarray(ds)
-        stamps = stamps if stamps.dtype.kind == "M" else stamps.astype(np.int64).view("datetime64[us]")
-        local = pl.Series(wall_clock(stamps, self.frequency, self.zone).astype("datetime64[us]"))
+        given = np.asarray(ds)
+        given = given if given.dtype.kind == "M" else given.astype(np.int64).view("datetime64[us]")
+        local = pl.Series(wall_clock(given, self.frequency, self.zone).astype("datetime64[us]"))
         parts = []
         for name in self.calendar:
             if name == "year":
@@ -207,6 +211,86 @@ class Encoder:
             }[name]  # fmt: skip
             parts.append((number.to_numpy()[:, None] == np.arange(size)) - 1.0 / size)
         return np.concatenate(parts, axis=1).astype(np.float32)
+
+
+class CovariateTable:
+    """Covariates by name and time, for streams: those of a record's row and of the rows that its forecast is for.
+
+    `unique_id, ds` and the encoder's columns, a row for every step; read from `address`, and again when that file has changed. A row that
+    lacks a covariate known ahead is taken as not there: what it would have done is not known (NaN).
+    """
+
+    RELOAD_SECONDS = 5.0
+
+    def __init__(
+        self, encoder: Encoder, address: str | None, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y",
+        csv: tables.CsvForm | None = None,
+    ) -> None:  # fmt: skip
+        if address is None and encoder.names:
+            raise UserError(f"the model was trained with {', '.join(map(repr, encoder.names))}: give a table of these covariates")
+        self._encoder, self._address, self._csv = encoder, address, csv
+        self._columns = (id_column, time_column, target_column)
+        self._seen: tuple[float, int] | None = None
+        self._looked = -math.inf
+        self._code: dict[str, int] = {}
+        self._offsets = np.zeros(1, dtype=np.int64)
+        self._ds = np.empty(0, dtype=np.int64)
+        config = encoder.config()
+        assert config is not None
+        self._width = config.total
+        self._calendar = sum(_SIZES.get(name, 4) for name in encoder.calendar)
+        self._ahead = config.future - self._calendar
+        self._values = np.empty((0, self._width - self._calendar), dtype=np.float32)
+        self._refresh()
+
+    def at(self, names: Sequence[str], ds: NDArray[np.int64]) -> NDArray[np.float32]:
+        """(n, m, K) of n streams at the times (n, m), int64; NaN where the table has no row."""
+        self._refresh()
+        code = np.array([self._code.get(name, -1) for name in names], dtype=np.int64)[:, None]
+        low = np.broadcast_to(np.where(code >= 0, self._offsets[code], 0), ds.shape).copy()
+        end = np.broadcast_to(np.where(code >= 0, self._offsets[code + 1], 0), ds.shape)
+        high = end.copy()
+        while (open_ := low < high).any():  # binary search, each in the rows of its own stream
+            middle = (low + high) // 2
+            less = open_ & (self._ds[np.minimum(middle, len(self._ds) - 1)] < ds)
+            low, high = np.where(less, middle + 1, low), np.where(open_ & ~less, middle, high)
+        found = np.full((*ds.shape, self._values.shape[1]), np.nan, dtype=np.float32)
+        there = low < end
+        there[there] = self._ds[low[there]] == ds[there]
+        found[there] = self._values[low[there]]
+        if not self._calendar:
+            return found
+        times, which = np.unique(ds, return_inverse=True)
+        calendar = self._encoder.of_calendar(times)[which.reshape(ds.shape)]
+        return np.concatenate([found[..., : self._ahead], calendar, found[..., self._ahead :]], axis=-1)
+
+    def _refresh(self) -> None:
+        now = time.monotonic()
+        if self._address is None or not self._encoder.names or now - self._looked < self.RELOAD_SECONDS:
+            return
+        self._looked = now
+        path = Path(self._address)
+        stamp = (path.stat().st_mtime, path.stat().st_size) if path.is_file() else None
+        if self._seen is not None and stamp in (self._seen, None):
+            return
+        self._seen = stamp or (0.0, 0)
+        self._load(tables.read(self._address, csv=self._csv))
+
+    def _load(self, frame: pl.DataFrame) -> None:
+        encoder, (id_column, time_column, target_column) = self._encoder, self._columns
+        source = str(self._address)
+        absent = [c for c in (id_column, time_column, *encoder.names) if c is not None and c not in frame.columns]
+        if absent:
+            raise UserError(f"{source} has no column {', '.join(map(repr, absent))}; it has {', '.join(map(repr, frame.columns[:20]))}")
+        frame = frame.drop_nulls(list(encoder.ahead)) if encoder.ahead else frame
+        ids = pl.lit(target_column) if id_column is None else pl.col(id_column).cast(pl.String)
+        frame = frame.with_columns(ids.alias("_id"), stamps(frame.get_column(time_column), source).cast(pl.Int64).alias("_ds"))
+        frame = frame.unique(["_id", "_ds"], keep="last", maintain_order=True).sort("_id", "_ds")
+        parts = [c.encode(frame.get_column(c.name)) for c in (*encoder.future, *encoder.historic, *encoder.static)]
+        runs = frame.select(pl.col("_id").rle().struct.unnest())
+        self._code = {name: i for i, name in enumerate(runs.get_column("value"))}
+        self._offsets = np.concatenate([[0], np.cumsum(runs.get_column("len").to_numpy().astype(np.int64))])
+        self._ds, self._values = frame.get_column("_ds").to_numpy(), np.concatenate(parts, axis=1)
 
 
 def split_future(frame: pl.DataFrame, id_column: str | None, time_column: str, target_column: str) -> tuple[pl.DataFrame, pl.DataFrame]:

@@ -20,10 +20,11 @@ import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 
+from connectors import tables
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import default_seasons, phases
 from pipelines.forecasting.covariates import Calendar, Encoder
-from pipelines.windows import Panel, continue_grid, panel, read_panel
+from pipelines.windows import Panel, continue_grid, panel
 from titans_core.config import Mixer, Rule
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
 from titans_core.patches import PatchConfig
@@ -394,9 +395,10 @@ class TitansForecaster(BaseEstimator):
         self, data: str, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y"
     ) -> tuple[tuple[str, ...], list[int], ForecasterState]:
         """A table's series, the times of their last rows (microseconds, or whole numbers) and memories that have read them."""
-        table = read_panel(
-            [data], frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column
-        )
+        table = panel(
+            tables.read(data), frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
+            covariates=self.encoder_.names, source=data,
+        )  # fmt: skip
         state, last, _ = self._read(self.forecaster_, table)
         return table.ids, [_as_int(ds) for ds in last], state
 

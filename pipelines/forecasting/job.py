@@ -18,16 +18,18 @@ from numpy.typing import NDArray
 
 from connectors import tables
 from connectors.errors import UserError
-from pipelines import DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
 from pipelines.forecasting import backtest as rolling
+from pipelines.forecasting import validation
+from pipelines.forecasting.calendar import to_zone
+from pipelines.forecasting.covariates import Calendar, split_future
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
-from pipelines.windows import Executor, Panel, panel, ray_cluster, read_panel
+from pipelines.forecasting.reading import STRICT, Reading, Table, read_table
+from pipelines.windows import Executor, Panel, panel, ray_cluster
 from titans_core.config import Mixer
 
 if TYPE_CHECKING:
     import matplotlib.figure
-
-    from pipelines.forecasting import validation
 
 TEST_SHARE = 0.2  # rows at the end that neither training nor selection sees
 MOST_ORIGINS = 200  # rolling origins of the backtest, spread evenly over the test rows
@@ -78,38 +80,53 @@ def train(
     horizon: int = 24,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     model_name: str = "forecaster",
-    alias: str = "challenger",
+    alias: str = DEFAULT_ALIAS,
     executor: Executor = "local",
     seed: int = 0,
     output: str | Path = "runs/train",
     epochs: int = 8,
     blocks: tuple[Mixer, ...] = (),
     parameters: Mapping[str, Any] | None = None,
+    reading: Reading = STRICT,
+    future: tuple[str, ...] = (),
+    historic: tuple[str, ...] = (),
+    static: tuple[str, ...] = (),
+    calendar: tuple[Calendar, ...] = (),
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
 
     `parameters` of the forecaster, as a search leaves them (`pipelines.forecasting.tune.read_params`), come before those given one by one.
 
     The last fifth of the rows is the backtest; the model is trained and chosen on the rows before it, and its memories then read on to the
-    end. Raises UserError for whatever the user can put right.
+    end. Where covariates must be known ahead and no future of them is given, the forecasts begin one horizon before the end. Raises
+    UserError for whatever the user can put right.
     """
     from pipelines import tracking
 
     began = time.monotonic()
+    given = dict(parameters or {})
+    future, historic, static = (tuple(given.get(kind, names)) for kind, names in (("future", future), ("historic", historic), ("static", static)))
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
-    table = read_panel(
-        [data],
+    found = read_table(
+        data,
+        reading,
         frequency=frequency,
         id_column=id_column,
         time_column=time_column,
         target_column=target_column,
+        covariates=(*future, *historic, *static),
+        ahead=future,
         executor=executor,
     )
+    table = found.panel
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
-    one_by_one = {"horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks}
-    model = TitansForecaster(**{**one_by_one, **(parameters or {})})
+    one_by_one = {
+        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
+        "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
+    }  # fmt: skip
+    model = TitansForecaster(**{**one_by_one, **given})
     horizon, look_back, epochs = model.horizon, model.look_back, model.epochs
     known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
@@ -119,12 +136,13 @@ def train(
     contest = rolling.Backtest(model, table, _origins(table, known, horizon), known)
     _forecast_all(contest, folder / "backtest.parquet")
     board = contest.scores.leaderboard()
-    forecast = model.remember(table).predict()
+    forecast, ahead, example = _last_forecast(model, found)
     paths = {
         name: folder / name
         for name in ("forecasts.parquet", "backtest.parquet", "leaderboard.json", "report.html", "plot.png", "model.safetensors")
     }
-    tables.write(forecast, str(paths["forecasts.parquet"]))
+    shown = forecast.with_columns(to_zone(forecast["ds"], table.frequency, found.zone))
+    tables.write(shown, str(paths["forecasts.parquet"]))
     paths["leaderboard.json"].write_text(json.dumps(board, indent=2) + "\n")
     figure = _plot(table, forecast, horizon, look_back)
     figure.savefig(paths["plot.png"], dpi=120)
@@ -133,7 +151,9 @@ def train(
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins), "blocks": " ".join(model.blocks),
+        "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
+        "blocks": " ".join(model.blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
+        "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
     metrics = _metrics(board)
     with tracking.run(store, f"train {model_name}", params=params) as run:
@@ -142,18 +162,21 @@ def train(
         run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
         facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(model.seed)), ("run", run.id)]
-        write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, None, facts)
+        write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, found.report, facts)
         for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet", "report.html"):
             run.log_file(paths[name])
-        example = frame.filter(pl.col("unique_id") == table.ids[0]).tail(look_back)
+        name = example.ids[0]
+        past = example.frame().filter(pl.col("unique_id") == name).tail(look_back)
+        # A served model reads the future of its covariates from the rows after the last value.
+        later = [] if ahead is None else [ahead.filter(pl.col("unique_id") == name)]
         registered = tracking.register_forecaster(
             run,
             paths["model.safetensors"],
             model.describe(),
             name=model_name,
             alias=alias,
-            input_example=example,
-            output_example=forecast.filter(pl.col("unique_id") == table.ids[0]),
+            input_example=pl.concat([past, *later], how="diagonal"),
+            output_example=forecast.filter(pl.col("unique_id") == name),
             params={"h": horizon, "quantiles": list(contest.levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
         )
@@ -172,11 +195,12 @@ def backtest(
     target_column: str = "y",
     frequency: str | None = None,
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = DEFAULT_ALIAS,
     origins: int = 4,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str | Path = "runs/backtest",
     report: str | Path | None = None,
+    reading: Reading = STRICT,
 ) -> BacktestResult:
     """A registered model beside the baselines at the last rolling origins of a table; the baselines are fitted before the first origin.
 
@@ -184,21 +208,17 @@ def backtest(
     `output` where None), and logs them, but for the forecasts, to an MLflow run.
     """
     from pipelines import tracking
-    from pipelines.forecasting import validation
 
     began = time.monotonic()
     model, name = _registered(model_name, version, tracking_uri)
     store = tracking.open_store(tracking_uri)
-    frame = tables.read(data)
-    columns: dict[str, Any] = {"id_column": id_column, "time_column": time_column, "target_column": target_column, "source": data}
-    table = panel(frame, frequency=frequency, **columns)
+    found = read_table(
+        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        covariates=model.encoder_.names,
+    )  # fmt: skip
+    table = found.panel
     _same_frequency(model, table, data)
     at = rolling.rolling_origins(table, model.horizon, origins, model.look_back)
-    # What is missing is masked here, so that it is worth a line on the page and no more.
-    rules = validation.Rules(
-        frequency=table.frequency, look_back=model.look_back, horizon=model.horizon, missing="mask", gaps="mask", empty="skip"
-    )
-    findings = validation.validate(frame, rules, **columns)
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     contest = rolling.Backtest(model, table, at, int(at[0]))
@@ -216,7 +236,7 @@ def backtest(
         run.log_metrics(_metrics(board))
         run.log_dataset(table.frame(), name=Path(data).name, source=data, context="backtest")
         facts = [*_facts(contest, data, time.monotonic() - began), ("run", run.id)]
-        write_page(page, contest, paths["backtest.parquet"], name, data, findings, facts)
+        write_page(page, contest, paths["backtest.parquet"], name, data, found.report, facts)
         for path in (page, paths["leaderboard.json"], paths["series.parquet"]):
             run.log_file(path)
         link = run.link
@@ -232,21 +252,26 @@ def forecast(
     frequency: str | None = None,
     horizon: int | None = None,
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = DEFAULT_ALIAS,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str = "runs/forecast.parquet",
+    reading: Reading = STRICT,
 ) -> ForecastResult:
     """Forecast every series of a table with a registered model, and write the table of forecasts (replaced as a whole)."""
     model, name = _registered(model_name, version, tracking_uri)
-    table = read_panel(
-        [data], frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column
-    )
+    found = read_table(
+        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        covariates=model.encoder_.names, ahead=model.encoder_.ahead,
+    )  # fmt: skip
+    table = found.panel
     _same_frequency(model, table, data)
-    result = forecast_panel(model, table, horizon)
+    _tell_unknown(model, found)
+    result = forecast_panel(model, table, horizon, future=found.future)
     unknown = result.filter(pl.col("mean").is_nan())["unique_id"].unique(maintain_order=True).to_list()
     if unknown:
         print(f"no forecast for {len(unknown)} series without one observed value: {', '.join(unknown[:5])}", file=sys.stderr)
         result = result.filter(pl.col("mean").is_not_nan())
+    result = result.with_columns(to_zone(result["ds"], table.frequency, found.zone))
     if "://" not in output:
         Path(output).parent.mkdir(parents=True, exist_ok=True)
     tables.write(result, output)
@@ -262,25 +287,94 @@ def load_forecaster(weights: str | Path, config: str | Path | dict[str, Any]) ->
 def forecast_frame(
     model: TitansForecaster, frame: pl.DataFrame, *, horizon: int | None = None, quantiles: list[float] | None = None
 ) -> pl.DataFrame:
-    """Fresh memories read the long frame and continue each series; the model stays as it was."""
+    """Fresh memories read the long frame and continue each series; the model stays as it was.
+
+    Where the model needs covariates ahead, rows after a series' last value hold them.
+    """
     levels = None if quantiles is None else tuple(float(q) for q in quantiles)
-    return forecast_panel(model, panel(frame, frequency=model.frequency_), horizon, levels)
+    future = None
+    if model.encoder_.ahead:
+        frame, future = split_future(frame, "unique_id", "ds", "y")
+    table = panel(frame, frequency=model.frequency_, covariates=model.encoder_.names)
+    return forecast_panel(model, table, horizon, levels, future)
 
 
 def forecast_panel(
-    model: TitansForecaster, table: Panel, horizon: int | None = None, quantiles: tuple[float, ...] | None = None
+    model: TitansForecaster,
+    table: Panel,
+    horizon: int | None = None,
+    quantiles: tuple[float, ...] | None = None,
+    future: pl.DataFrame | None = None,
 ) -> pl.DataFrame:
-    """The next `horizon` rows (the model's own where None; fewer, but never more) of every series of a panel."""
+    """The next `horizon` rows (the model's own where None; fewer, but never more) of every series of a panel.
+
+    future: covariates known ahead, at every row of the model's own horizon.
+    """
     steps = model.horizon if horizon is None else int(horizon)
     if not 1 <= steps <= model.horizon:
         raise UserError(
             f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}"
         )
     state, last, static = model._read(model.forecaster_, table)
-    result = model._forecast(state, table.ids, last, static, quantiles, None)
+    result = model._forecast(state, table.ids, last, static, quantiles, future)
     if steps < model.horizon:
         result = result[np.tile(np.arange(model.horizon) < steps, len(table)).nonzero()[0]]
     return result
+
+
+def missing_future(
+    data: str,
+    *,
+    id_column: str | None = "unique_id",
+    time_column: str = "ds",
+    target_column: str = "y",
+    model_name: str = "forecaster",
+    version: str = DEFAULT_ALIAS,
+    tracking_uri: str = DEFAULT_TRACKING_URI,
+    reading: Reading = STRICT,
+) -> pl.DataFrame:
+    """The rows (`unique_id, ds`) that the covariates known ahead lack before a registered model can forecast a table."""
+    model, _ = _registered(model_name, version, tracking_uri)
+    found = read_table(
+        data, reading, frequency=model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
+        ahead=model.encoder_.ahead,
+    )  # fmt: skip
+    table = found.panel
+    ends = pl.DataFrame({"unique_id": list(table.ids), "ds": table.ds[table.offsets[1:] - 1]})
+    if not model.encoder_.ahead:
+        return ends[:0]
+    given = ends[:0] if found.future is None else found.future
+    if absent := [c for c in model.encoder_.ahead if found.future is not None and c not in given.columns]:
+        raise UserError(f"{reading.future or data} lacks the covariates {', '.join(map(repr, absent))}: rename or add the columns")
+    lacking = validation.missing_future(ends, given.drop_nulls(), table.frequency, model.horizon)
+    return lacking.with_columns(to_zone(lacking["ds"], table.frequency, found.zone))
+
+
+def _last_forecast(model: TitansForecaster, found: Table) -> tuple[pl.DataFrame, pl.DataFrame | None, Panel]:
+    """The forecast that training ends with, the future of the covariates that it rests on, and the series that it continues."""
+    table, ahead = found.panel, found.future
+    if not model.encoder_.ahead:
+        return model.remember(table).predict(), None, table
+    if ahead is None or not ahead.height:
+        names = ", ".join(map(repr, model.encoder_.ahead))
+        print(f"no future of {names} is given: the forecast continues the table without its last {model.horizon} rows", file=sys.stderr)
+        long = table.frame()
+        ahead = long.group_by("unique_id", maintain_order=True).tail(model.horizon).select("unique_id", "ds", *model.encoder_.ahead)
+        keep = [np.arange(r.start, r.stop - model.horizon) for r in (table.rows(i) for i in range(len(table)))]
+        whole = [i for i, k in enumerate(keep) if len(k)]
+        table = table.take([keep[i] for i in whole], [table.ids[i] for i in whole])
+    return model.remember(table).predict(future=ahead), ahead, table
+
+
+def _tell_unknown(model: TitansForecaster, found: Table) -> None:
+    """Each level of a category that training did not see, once, on standard error."""
+    told: dict[str, set[str]] = {}
+    for frame in (found.panel.covariates, found.future):
+        for name, new in model.encoder_.unknown(frame).items():
+            told.setdefault(name, set()).update(new)
+    for name, levels in sorted(told.items()):
+        some = ", ".join(map(repr, sorted(levels)[:5])) + (" ..." if len(levels) > 5 else "")
+        print(f"covariate {name!r} holds {len(levels)} levels that the model does not know, taken as unknown: {some}", file=sys.stderr)
 
 
 def _registered(name: str, version: str, tracking_uri: str) -> tuple[TitansForecaster, str]:
@@ -376,10 +470,12 @@ def _facts(contest: rolling.Backtest, data: str, seconds: float) -> list[tuple[s
 
 
 def digest(table: Panel) -> str:
-    """sha256 of ids, stamps and values: the same for the same rows, in whatever file they lie."""
+    """sha256 of ids, stamps, values and covariates: the same for the same rows, in whatever file they lie."""
     made = hashlib.sha256(json.dumps([table.frequency, *table.ids]).encode())
     for part in (table.offsets, table.ds, np.where(table.observed, table.y, np.nan)):
         made.update(np.ascontiguousarray(part).tobytes())
+    if table.covariates is not None:
+        made.update(table.covariates.write_csv().encode())
     return made.hexdigest()
 
 
@@ -438,6 +534,14 @@ def _plot(table: Panel, forecast: pl.DataFrame, horizon: int, look_back: int) ->
                 ahead["ds"].to_numpy(), ahead[levels[0]].to_numpy(), ahead[levels[-1]].to_numpy(), color="C0", alpha=0.2,
                 linewidth=0, label=f"{levels[0]} to {levels[-1]}",
             )  # fmt: skip
-        axis.set_title(name, loc="left", fontsize=9)
+        axis.set_title(_drawable(name), loc="left", fontsize=9)
     axes[0].legend(fontsize=8, loc="upper left")
     return figure
+
+
+def _drawable(text: str) -> str:
+    """A name without the letters that the font has no shape for; matplotlib would warn of each and draw a box."""
+    from matplotlib.font_manager import fontManager, get_font
+
+    shapes = get_font(fontManager.findfont("DejaVu Sans")).get_charmap()
+    return "".join(letter if ord(letter) in shapes else "?" for letter in text)

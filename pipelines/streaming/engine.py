@@ -3,7 +3,9 @@
 A batch goes through the clocks of its streams, which put events in order; what they let through is cut into rounds
 with at most one row a stream, and each round is one batched step for all its streams:
 
-    gather states -> observe(y) -> forecast -> put states back
+    observe(y) -> forecast -> judge y by the forecasts before it -> hold this forecast back
+
+in place on the stacked state: natively in one pass over each stream's memory, or gathered and put back around pure functions.
 
 The engine touches neither source nor sink. `step` is a pure function of the states, the batch and its number, so that
 replaying journalled batches (`restore`) brings every state back to the same bits.
@@ -29,7 +31,7 @@ from pipelines.streaming.event_time import CODE, VERDICTS, EventTime, Released, 
 from pipelines.streaming.journal import Arrivals, Rows, unpack_arrivals, unpack_rows
 from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL, UNUSUAL_BIT, Monitors, MonitorState, Verdict
 from pipelines.streaming.slots import Slots
-from titans_core.state import replace, select
+from titans_core.state import select, write_
 
 ALARMS = {
     "unique_id": pl.String,
@@ -68,7 +70,11 @@ class StreamModel:
     horizon: int
     quantiles: tuple[float, ...]
     phase: Callable[[np.ndarray], np.ndarray]
-    """(n,) int64 times -> (n, F) what the memory knows of the calendar at each."""
+    """(n,) int64 times -> (n, G) what the memory knows of the calendar at each."""
+    beside: Callable[[Sequence[str], np.ndarray], np.ndarray] | None = None
+    """n names, (n, m) int64 times -> (n, m, K) the covariates of these streams' rows, NaN where they are not known; F = G + K."""
+    row: Callable[[Any, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """`observe` and `forecast` for one row of many streams, in place (`titans_core.forecaster_row`); None: by the memory's pure pair."""
 
 
 @dataclass(frozen=True)
@@ -183,42 +189,52 @@ class Engine:
             return out
 
     def _round(self, rows: Rows, places: np.ndarray) -> Round:
-        memory, watch, ds = self.model.memory, self.monitors, rows.ds
-        slots = torch.from_numpy(places)
+        ds, slots = rows.ds, torch.from_numpy(places)
         # float64: a level of a billion must not swallow the movement around it.
         value = torch.from_numpy(rows.y)
         observed = ~value.isnan()
-        state: StreamState = self.slots.gather(slots)
-        model, monitored = state.model, state.monitors
         if rows.gap.any():
-            gaps = torch.from_numpy(rows.gap)
-            model = self._pass_gaps(model, gaps, ds)
-            monitored = watch.skip(monitored, gaps)
+            self._pass_gaps(rows, places)
         y = torch.where(observed, value, 0.0)
         # Most streams stand at the same time: the calendar is worked out once for each distinct one.
-        times, which = np.unique(ds, return_inverse=True)
-        now, ahead = self._phase(times), self.policy.frequency.after(times, self.model.horizon)
-        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), now[which].unsqueeze(1))
-        future = ahead[which]
-        forecast = memory.forecast(model, self._phase(ahead)[which])
-        monitored, verdict = watch.judge(monitored, value)
-        low, high = watch.interval(monitored, forecast)
-        self.slots.put(slots, StreamState(model, watch.expect(monitored, forecast)))
+        times, inverse = np.unique(ds, return_inverse=True)
+        ahead, which = self.policy.frequency.after(times, self.model.horizon), torch.from_numpy(inverse)
+        now, future = self._phase(times), ahead[inverse]
+        state: StreamState = self.slots.state
+        if self.model.row is not None:
+            forecast = self.model.row(state.model, slots, y, observed, which, now, self._phase(ahead))
+        else:
+            memory = self.model.memory
+            here = self._with_covariates(now[which].unsqueeze(1), rows.unique_id, ds[:, None])
+            model = memory.observe(select(state.model, slots), y.unsqueeze(1), observed.unsqueeze(1), here)
+            forecast = memory.forecast(model, self._with_covariates(self._phase(ahead)[which], rows.unique_id, future))
+            write_(state.model, slots, model)
+        verdict, low, high = self.monitors.row_(state.monitors, slots, value, forecast)
         return Round(rows.unique_id, ds, value, future, forecast, low, high, verdict)
 
-    def _pass_gaps(self, model: Any, gaps: Tensor, ds: np.ndarray) -> Any:
+    def _pass_gaps(self, rows: Rows, places: np.ndarray) -> None:
         """Let the streams that skipped steps of the grid pass them as missing rows: one call for each length of gap."""
-        for gap in gaps[gaps > 0].unique().tolist():
-            index = (gaps == gap).nonzero().squeeze(1)
-            phase = self._phase(self.policy.frequency.before(ds[index.numpy()], gap))
-            empty = torch.zeros(len(index), gap, dtype=torch.float64)
+        state: StreamState = self.slots.state
+        for gap in np.unique(rows.gap[rows.gap > 0]).tolist():
+            here = np.flatnonzero(rows.gap == gap)
+            slots = torch.from_numpy(places[here])
+            passed = self.policy.frequency.before(rows.ds[here], gap)
+            phase = self._with_covariates(self._phase(passed), [rows.unique_id[i] for i in here.tolist()], passed)
+            empty = torch.zeros(len(here), gap, dtype=torch.float64)
             unseen = torch.zeros_like(empty, dtype=torch.bool)
-            model = replace(model, index, self.model.memory.observe(select(model, index), empty, unseen, phase))
-        return model
+            write_(state.model, slots, self.model.memory.observe(select(state.model, slots), empty, unseen, phase))
+            skipped = self.monitors.skip(select(state.monitors, slots), torch.full((len(here),), gap))
+            write_(state.monitors, slots, skipped)
 
     def _phase(self, ds: np.ndarray) -> Tensor:
         """(...) times -> (..., F)."""
         return torch.from_numpy(self.model.phase(ds.reshape(-1))).unflatten(0, ds.shape)
+
+    def _with_covariates(self, phase: Tensor, names: Sequence[str], ds: np.ndarray) -> Tensor:
+        """(n, m, G), n names and times (n, m) -> (n, m, F)."""
+        if self.model.beside is None:
+            return phase
+        return torch.cat([phase, torch.from_numpy(self.model.beside(names, ds))], 2)
 
     # Rows.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from connectors.checkpoints import CheckpointStore
 from pipelines.streaming.event_time import Clock, Clocks
-from titans_core.state import leaves, map_state, select, stack
+from titans_core.state import leaves, map_state, select, stack, write_
 
 FIRST_SLOTS = 64
 
@@ -205,9 +205,7 @@ class Slots:
 
     def put(self, slots: Tensor, part: Any) -> None:
         """Write the states of `part` into `slots`, in place."""
-        with torch.inference_mode():
-            for (_, leaf), (_, new) in zip(leaves(self.state), leaves(part), strict=True):
-                leaf.index_copy_(0, slots, new.to(leaf.dtype))
+        write_(self.state, slots, part)
 
     def _pack(self, slots: np.ndarray) -> list[bytes]:
         if not len(slots):

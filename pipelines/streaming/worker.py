@@ -25,7 +25,7 @@ import numpy as np
 from connectors.checkpoints import CheckpointStore
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
-from pipelines import DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
@@ -83,7 +83,7 @@ def run(
     target_column: str = "y",
     event_column: str = "event_id",
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = DEFAULT_ALIAS,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     follow: bool = False,
     grace: str = "0s",
@@ -92,10 +92,12 @@ def run(
     progress: bool = False,
     metrics_port: int | None = None,
     history: str | None = None,
+    covariates: str | None = None,
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
 
-    history: a table whose rows every memory reads before the first event, when the checkpoint is new.
+    history: a table whose rows every memory reads before the first event, when the checkpoint is new. covariates: a table with a row for
+    every stream and step, past and to come, where the model was trained with covariates; it is read again when it has changed.
 
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
     checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
@@ -107,7 +109,10 @@ def run(
 
     registered = tracking.load_model(model_name, version, tracking_uri)
     fitted = TitansForecaster.from_weights(registered.weights, registered.config)
-    model = stream_model(fitted, f"{registered.name}/{registered.version}")
+    model = stream_model(
+        fitted, f"{registered.name}/{registered.version}", covariates, id_column=id_column, time_column=time_column,
+        target_column=target_column,
+    )  # fmt: skip
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
     past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
     columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
@@ -153,18 +158,27 @@ def run(
     )
 
 
-def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
-    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own."""
+def stream_model(fitted: TitansForecaster, version: str, covariates: str | None = None, **columns: Any) -> StreamModel:
+    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own.
+
+    covariates: table of those that the model was trained with; columns: names of its columns, as `CovariateTable` takes them.
+    """
     from pipelines.forecasting.calendar import phases
+    from pipelines.forecasting.covariates import CovariateTable
+    from titans_core import forecaster_row
 
     config = fitted.forecaster_.config
+    beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
+    in_place = beside is None and not forecaster_row.unsupported(fitted.forecaster_)
     return StreamModel(
         memory=fitted.forecaster_,
         version=version,
         frequency=fitted.frequency_,
         horizon=config.horizon,
         quantiles=config.quantiles,
-        phase=phases(fitted.frequency_, config.seasons),
+        phase=phases(fitted.frequency_, config.seasons, fitted.zone),
+        beside=beside,
+        row=forecaster_row.ForecasterRow(fitted.forecaster_) if in_place else None,
     )
 
 

@@ -95,3 +95,10 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
         tables.read("postgresql://127.0.0.1:1/db#t")
     with pytest.raises(UserError, match="name the table"):
         tables.read("postgresql://127.0.0.1:1/db")
+
+
+def test_a_folder_with_a_file_that_is_no_parquet_names_the_file(tmp_path: Path) -> None:
+    pl.DataFrame({"y": [1.0]}).write_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_text("unique_id,ds,y\n")
+    with pytest.raises(UserError, match=r"b\.parquet' is no Parquet file"):
+        tables.read(tmp_path)
