@@ -18,9 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from connectors.errors import UserError
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
+from pipelines.language import commands as language
+from pipelines.registry import commands as registry
 
 app = typer.Typer(
     name="tethys",
@@ -29,14 +31,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-models = typer.Typer(help="The registered models.", no_args_is_help=True)
-app.add_typer(models, name="models")
+app.add_typer(registry.models, name="models")
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
+app.add_typer(language.app, name="lm")
 
 
 class Executor(StrEnum):
@@ -118,13 +120,13 @@ def train(
     blocks: Annotated[
         list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
     ] = None,
-    params: Annotated[
-        Path | None, typer.Option(help="YAML file of parameters, as tethys tune writes it; they come before the options.")
-    ] = None,
     future_covariate: FutureCovariate = None,
     historic_covariate: HistoricCovariate = None,
     static_covariate: StaticCovariate = None,
     calendar: CalendarFeature = None,
+    params: Annotated[
+        Path | None, typer.Option(help="YAML file of parameters, as tethys tune writes it; they come before the options.")
+    ] = None,
     as_json: Json = False,
     reading: Any = None,
 ) -> None:
@@ -146,12 +148,12 @@ def train(
         seed=seed,
         output=output,
         blocks=tuple(block.value for block in blocks or ()),
-        parameters=None if params is None else forecasting.read_params(params),
         reading=reading,
         future=tuple(future_covariate or ()),
         historic=tuple(historic_covariate or ()),
         static=tuple(static_covariate or ()),
         calendar=tuple(feature.value for feature in calendar or ()),
+        parameters=None if params is None else forecasting.read_params(params),
     )
     _show(result, as_json)
 
@@ -165,7 +167,7 @@ def backtest(
     target_column: TargetColumn = "y",
     frequency: Frequency = None,
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     origins: Annotated[
         int, typer.Option(min=1, help="Forecasts of each series, one horizon apart, the last one at its end.")
     ] = 4,
@@ -209,7 +211,7 @@ def forecast(
         int | None, typer.Option(min=1, help="Steps to forecast; the model's own horizon when not given.")
     ] = None,
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[
         str, typer.Option(help="Table to write: .parquet, .csv or a URI; replaced as a whole.")
@@ -246,7 +248,7 @@ def missing_future(
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[str | None, typer.Option(help="Table to write the rows to, to be filled in; shown when not given.")] = None,
     as_json: Json = False,
@@ -305,7 +307,7 @@ def stream(
         str, typer.Option(help="Column of event ids, where there is one; repeats are dropped.")
     ] = "event_id",
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     follow: Annotated[bool, typer.Option("--follow", help="Go on when the present end is reached, until a signal.")] = False,
     grace: Annotated[
@@ -392,46 +394,6 @@ def streams_export(
     from pipelines.streaming import inspect
 
     typer.echo(str(inspect.export(checkpoint, name, output)))
-
-
-@models.command("list", epilog="Example: tethys models list --json")
-def models_list(tracking_uri: TrackingUri = DEFAULT_TRACKING_URI, as_json: Json = False) -> None:
-    """Every registered model, its latest version and its aliases."""
-    from pipelines import tracking
-
-    found = tracking.list_models(tracking_uri)
-    if as_json:
-        _print_json(found)
-    else:
-        _print_table(
-            [
-                {**m, "aliases": ", ".join(f"{alias} -> {version}" for alias, version in m["aliases"].items())}
-                for m in found
-            ]
-        )
-
-
-@models.command("show", epilog="Example: tethys models show sales")
-def models_show(
-    name: Annotated[str, typer.Argument(help="Name of the model.")],
-    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
-    as_json: Json = False,
-) -> None:
-    """Every version of a model, newest first, with its metrics."""
-    from datetime import UTC, datetime
-
-    from pipelines import tracking
-
-    versions = tracking.show_model(name, tracking_uri)
-    if as_json:
-        _print_json(versions)
-        return
-    for v in versions:
-        created = datetime.fromtimestamp(v["created_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        aliases = f"  {', '.join(v['aliases'])}" if v["aliases"] else ""
-        typer.echo(f"version {v['version']}{aliases}  {created}  run {v['run_id']}")
-        for metric, value in v["metrics"].items():
-            typer.echo(f"    {metric:<12} {_cell(value)}")
 
 
 @app.command(epilog="Example: tethys doctor")

@@ -42,6 +42,7 @@ from titans_core.training import (
     learn_patches,
     replay,
     validation_error,
+    weigh,
 )
 
 # Enough windows for a few hundred weights a step; more cost time and memory and change little.
@@ -56,8 +57,9 @@ class TitansForecaster(BaseEstimator):
     quantiles in rising order; valid_share of the rows, at the end, choose the settings and calibrate the quantiles; epochs and seed of
     the network; frequency of the series (inferred where None). blocks: Titans blocks (`lmm`, `mac`, `mag`, `mal` ...) over patches of
     patch_rows rows, with memories of the given rule; they are kept only where they help on validation. zone: IANA name of the wall clock
-    that days and weeks follow (UTC where None). future, historic, static: columns known ahead, known once they happened, and of the series
-    itself; calendar: features of the stamp (`pipelines.forecasting.covariates`).
+    that days and weeks follow (UTC where None). scale_lag: training errors are measured in each series' mean absolute difference over so
+    many rows, what MASE divides by (None: in its running deviation). future, historic, static: columns known ahead, known once they
+    happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`).
 
     After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
     """
@@ -77,6 +79,7 @@ class TitansForecaster(BaseEstimator):
         patch_rows: int = 8,
         rule: Rule = "exact",
         zone: str | None = None,
+        scale_lag: int | None = None,
         future: tuple[str, ...] = (),
         historic: tuple[str, ...] = (),
         static: tuple[str, ...] = (),
@@ -95,6 +98,7 @@ class TitansForecaster(BaseEstimator):
         self.patch_rows = patch_rows
         self.rule = rule
         self.zone = zone
+        self.scale_lag = scale_lag
         self.future = future
         self.historic = historic
         self.static = static
@@ -142,7 +146,7 @@ class TitansForecaster(BaseEstimator):
         train = torch.arange(self.look_back, border - self.horizon + 1, stride)
         valid = torch.arange(border, total - self.horizon + 1, stride)
         try:
-            self.line_, train_windows, valid_windows = _solved(model, start, rows, border, train, valid)
+            self.line_, train_windows, valid_windows = self._solved(model, start, rows, border, train, valid)
         except ValueError as error:
             raise UserError(
                 f"{error}: too many values are missing, or no series is as long as look-back and horizon"
@@ -152,7 +156,7 @@ class TitansForecaster(BaseEstimator):
         tell = None if progress is None else (lambda epoch, error: progress(epoch, 2 * self.epochs, error))
         self.valid_error_ = fit_network(self.forecaster_, self.line_, train_windows, valid_windows, settings, tell)
         if self.blocks and learn_patches(model, start, rows, train, valid, epochs=2 * self.epochs, seed=self.seed):
-            (valid_windows,), _ = replay(model, start, rows, [valid])
+            (valid_windows,) = self._windows(model, start, rows, border, [valid])
             self.valid_error_ = validation_error(model, valid_windows.x, valid_windows.y)
         calibrate(self.forecaster_, valid_windows)
         return self.remember(table)
@@ -344,6 +348,42 @@ class TitansForecaster(BaseEstimator):
         if not hasattr(self, "forecaster_"):
             raise UserError("this forecaster is not fitted: call fit, or load a saved one")
 
+    def _solved(
+        self, model: Forecaster, start: ForecasterState, rows: Rows, border: int, train: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[Line, Windows, Windows]:
+        """The line, and the windows of training and validation; the effect of covariates stays where it makes the line better over all folds."""
+        plain, plain_valid = self._windows(model, start, rows, border, [train, valid])
+        line = fit_line(model, plain, plain_valid)
+        covariates = model.config.covariates
+        if covariates is None or not covariates.future:
+            return line, plain, plain_valid
+        fit_effect(model, start, rows.first(border), train)
+        found, found_valid = self._windows(model, start, rows, border, [train, valid])
+        if (better := fit_line(model, found, found_valid)).score < line.score:
+            return better, found, found_valid
+        model.effect.zero_()
+        return fit_line(model, plain, plain_valid), plain, plain_valid
+
+    def _windows(
+        self, model: Forecaster, start: ForecasterState, rows: Rows, border: int, groups: list[torch.Tensor]
+    ) -> list[Windows]:
+        """The windows at the origins of each group, with their weights. Where most series are older than a look-back, younger ones teach nothing."""
+        found, _ = replay(model, start, rows, groups)
+        scale = None
+        if self.scale_lag is not None:
+            known = torch.where(rows.observed, rows.y, torch.nan)[:, :border]
+            difference = (known[:, self.scale_lag :] - known[:, : -self.scale_lag]).abs()
+            scale = difference.nanmean(1).nan_to_num(0.0)
+        age = rows.observed.cumsum(1)
+        old = [(age[:, origins - 1] >= self.look_back).T.flatten() for origins in groups]
+        seen = [torch.isfinite(windows.y).any(1) for windows in found]
+        if 2 * sum(int((o & s).sum()) for o, s in zip(old, seen, strict=True)) >= sum(int(s.sum()) for s in seen):
+            found = [
+                dataclasses.replace(windows, y=torch.where(o.unsqueeze(1), windows.y, torch.nan)) for windows, o in zip(found, old, strict=True)
+            ]
+        scales = [None if scale is None else scale.repeat(len(origins)) for origins in groups]
+        return [weigh(windows, one) for windows, one in zip(found, scales, strict=True)]
+
     @property
     def _no_static(self) -> NDArray[np.float32]:
         return np.empty((0, sum(c.width for c in self.encoder_.static)), np.float32)
@@ -432,23 +472,6 @@ class TitansForecaster(BaseEstimator):
         for q in levels:
             columns[f"q{q:g}"] = around[:, :, config.quantiles.index(q)].reshape(-1)
         return pl.DataFrame(columns)
-
-
-def _solved(
-    model: Forecaster, start: ForecasterState, rows: Rows, border: int, train: torch.Tensor, valid: torch.Tensor
-) -> tuple[Line, Windows, Windows]:
-    """The line, and the windows of training and validation; the effect of covariates stays where it makes the line better over all folds."""
-    (plain, plain_valid), _ = replay(model, start, rows, [train, valid])
-    line = fit_line(model, plain, plain_valid)
-    covariates = model.config.covariates
-    if covariates is None or not covariates.future:
-        return line, plain, plain_valid
-    fit_effect(model, start, rows.first(border), train)
-    (found, found_valid), _ = replay(model, start, rows, [train, valid])
-    if (better := fit_line(model, found, found_valid)).score < line.score:
-        return better, found, found_valid
-    model.effect.zero_()
-    return fit_line(model, plain, plain_valid), plain, plain_valid
 
 
 def save_weights(model: Forecaster, path: str | Path) -> None:

@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 
 from connectors import tables
 from connectors.errors import UserError
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import validation
 from pipelines.forecasting.calendar import to_zone
 from pipelines.forecasting.covariates import Calendar, split_future
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
 from pipelines.forecasting.reading import STRICT, Reading, Table, read_table
+from pipelines.registry.card import forecaster_card
 from pipelines.windows import Executor, Panel, panel, ray_cluster
 from titans_core.config import Mixer
 
@@ -86,12 +87,12 @@ def train(
     output: str | Path = "runs/train",
     epochs: int = 8,
     blocks: tuple[Mixer, ...] = (),
-    parameters: Mapping[str, Any] | None = None,
     reading: Reading = STRICT,
     future: tuple[str, ...] = (),
     historic: tuple[str, ...] = (),
     static: tuple[str, ...] = (),
     calendar: tuple[Calendar, ...] = (),
+    parameters: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
 
@@ -122,12 +123,12 @@ def train(
     )
     table = found.panel
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
-    one_by_one = {
+    one_by_one: dict[str, Any] = {
         "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
         "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
     }  # fmt: skip
     model = TitansForecaster(**{**one_by_one, **given})
-    horizon, look_back, epochs = model.horizon, model.look_back, model.epochs
+    horizon, look_back, epochs, blocks = model.horizon, model.look_back, model.epochs, model.blocks
     known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
@@ -152,14 +153,14 @@ def train(
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
         "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
-        "blocks": " ".join(model.blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
+        "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
     metrics = _metrics(board)
     with tracking.run(store, f"train {model_name}", params=params) as run:
         run.log_metrics(metrics)
         frame = table.frame()
-        run.log_dataset(frame, name=Path(data).name, source=data)
+        digest = run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
         facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(model.seed)), ("run", run.id)]
         write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, found.report, facts)
@@ -169,6 +170,11 @@ def train(
         past = example.frame().filter(pl.col("unique_id") == name).tail(look_back)
         # A served model reads the future of its covariates from the rows after the last value.
         later = [] if ahead is None else [ahead.filter(pl.col("unique_id") == name)]
+        last = table.aligned()[0][known - 1]
+        trained_until = str(last) if last.dtype.kind != "M" else str(last.astype("datetime64[s]"))
+        about = {"source": data, "digest": digest, "series": len(table), "rows": len(table.y), "frequency": table.frequency}
+        levels = ", ".join(f"{q:g}" for q in contest.levels)
+        shape = {"look_back": look_back, "horizon": horizon, "quantiles": levels, "blocks": " ".join(blocks) or "none"}
         registered = tracking.register_forecaster(
             run,
             paths["model.safetensors"],
@@ -179,6 +185,8 @@ def train(
             output_example=forecast.filter(pl.col("unique_id") == name),
             params={"h": horizon, "quantiles": list(contest.levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
+            card=forecaster_card(model_name, data={**about, "trained_until": trained_until}, model=shape, leaderboard=board),
+            trained_until=trained_until,
         )
         link = run.link
     return TrainResult(
@@ -195,7 +203,7 @@ def backtest(
     target_column: str = "y",
     frequency: str | None = None,
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     origins: int = 4,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str | Path = "runs/backtest",
@@ -213,7 +221,7 @@ def backtest(
     model, name = _registered(model_name, version, tracking_uri)
     store = tracking.open_store(tracking_uri)
     found = read_table(
-        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        data, reading, frequency=frequency or model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names,
     )  # fmt: skip
     table = found.panel
@@ -252,7 +260,7 @@ def forecast(
     frequency: str | None = None,
     horizon: int | None = None,
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str = "runs/forecast.parquet",
     reading: Reading = STRICT,
@@ -260,7 +268,7 @@ def forecast(
     """Forecast every series of a table with a registered model, and write the table of forecasts (replaced as a whole)."""
     model, name = _registered(model_name, version, tracking_uri)
     found = read_table(
-        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        data, reading, frequency=frequency or model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names, ahead=model.encoder_.ahead,
     )  # fmt: skip
     table = found.panel
@@ -329,7 +337,7 @@ def missing_future(
     time_column: str = "ds",
     target_column: str = "y",
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     reading: Reading = STRICT,
 ) -> pl.DataFrame:

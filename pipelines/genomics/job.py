@@ -39,7 +39,7 @@ from connectors.errors import UserError
 from connectors.sequences import AnyRecord, Genome, Reader, read
 from pipelines import DEFAULT_TRACKING_URI
 from pipelines.genomics.answers import AND, answer, load_classifier
-from titans_core.classifier import SequenceClassifier
+from titans_core.classifier import Classifier
 
 DONE, WITH_BAD_RECORDS = 0, 3  # exit statuses; 2 is a mistake of the user and 1 a failure of the program
 
@@ -329,7 +329,7 @@ def _shards(reader: Reader, size: int) -> Iterator[list[AnyRecord]]:
         yield shard
 
 
-def _score(model: SequenceClassifier, path: Path, records: Sequence[AnyRecord], file: Path, job: ClassifyJob) -> None:
+def _score(model: Classifier, path: Path, records: Sequence[AnyRecord], file: Path, job: ClassifyJob) -> None:
     """One shard to one file, whole or not at all."""
     answers = answer(model, [record.sequence for record in records])
     frame = answers.insert_column(0, pl.Series("id", [record.id for record in records], pl.String))

@@ -25,7 +25,7 @@ import numpy as np
 from connectors.checkpoints import CheckpointStore
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
@@ -83,7 +83,7 @@ def run(
     target_column: str = "y",
     event_column: str = "event_id",
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     follow: bool = False,
     grace: str = "0s",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -20,8 +19,7 @@ from pipelines.forecasting import job
 from pipelines.forecasting.batch import Job, Loaded, forecast_rows, run_shards
 from pipelines.forecasting.covariates import Column, CovariateTable, Encoder
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
-from pipelines.forecasting.reading import Reading, read_table
-from pipelines.forecasting.validation import Rules
+from pipelines.forecasting.reading import Reading
 from pipelines.streaming.engine import Engine
 from pipelines.streaming.event_time import EventTime, Frequency
 from pipelines.streaming.journal import Arrivals
@@ -291,22 +289,6 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     answer = served.predict(asked.to_pandas(), params={"h": 3})
     forecast = tables.read(tmp_path / "f.parquet").group_by("unique_id", maintain_order=True).head(3)
     np.testing.assert_allclose(answer["mean"], forecast["mean"], rtol=1e-5)
-
-
-def test_tables_are_read_strictly_and_by_dialect(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("tag;a;b\n01.01.2024;1,5;-\n02.01.2024;2,5;4\n04.01.2024;3,5;5\n")
-    form = tables.CsvForm(separator=";", decimal_comma=True, missing=("", "-"), time_format="%d.%m.%Y")
-    reading = Reading(csv=form, wide=True)
-    with pytest.raises(UserError, match=r"missing values in y .*missing steps"):
-        read_table(str(path), reading, time_column="tag", frequency="1d")
-    masked = dataclasses.replace(reading, rules=Rules(missing="mask", gaps="mask"))
-    table = read_table(str(path), masked, time_column="tag", frequency="1d").panel
-    assert table.ids == ("a", "b")
-    np.testing.assert_array_equal(table.y, [1.5, 2.5, np.nan, 3.5, np.nan, 4, np.nan, 5])
-    with pytest.raises(UserError, match="a column a series, and column 'unique_id' is no number"):
-        pl.DataFrame({"unique_id": ["a"], "ds": [START], "y": [1.0]}).write_parquet(tmp_path / "long.parquet")
-        read_table(str(tmp_path / "long.parquet"), Reading(wide=True))
 
 
 def test_effects_do_not_depend_on_how_many_series_share_a_call(fitted: TitansForecaster, frame: pl.DataFrame) -> None:
