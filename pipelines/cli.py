@@ -53,14 +53,6 @@ class Block(StrEnum):
     mal = "mal"
 
 
-class CalendarName(StrEnum):
-    hour = "hour"
-    weekday = "weekday"
-    monthday = "monthday"
-    month = "month"
-    year = "year"
-
-
 Data = Annotated[
     str,
     typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI."),
@@ -86,7 +78,9 @@ TrackingUri = Annotated[
 FutureCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known ahead (price, promotion); repeatable.")]
 HistoricCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known once it happened; repeatable.")]
 StaticCovariate = Annotated[list[str] | None, typer.Option(help="Column with one value a series; repeatable.")]
-CalendarFeature = Annotated[list[CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")]
+CalendarFeature = Annotated[
+    list[forecasting.CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
