@@ -20,7 +20,7 @@ from titans_core.state import leaves
 def unsupported(forecaster: Forecaster) -> str:
     """Empty if `ForecasterRow` takes this forecaster, else why not."""
     c = forecaster.config
-    if c.memory != "carried" or c.patches is not None or getattr(c, "covariates", None) is not None:
+    if c.memory != "carried" or c.patches is not None or c.covariates is not None:
         return "only a carried memory without blocks and covariates is written in place"
     if forecaster.line.device.type != "cpu":
         return f"the forecaster is on {forecaster.line.device}"

@@ -83,6 +83,11 @@ def map_state(function: Callable[[Tensor], Tensor], state: S) -> S:
     return cast(S, _map(lambda _, leaf: function(leaf), state))
 
 
+def map_leaves(function: Callable[[str, Tensor], Tensor], state: S) -> S:
+    """As `map_state`, with the path of every tensor."""
+    return cast(S, _map(function, state))
+
+
 def count(state: Any) -> int:
     """Number of streams held."""
     sizes = {leaf.shape[0] for _, leaf in leaves(state)}

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import MAX_RECORD_BYTES, Batch, Decoder, Positions, Record, long_rows
+from connectors.streams.base import MAX_RECORD_BYTES, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
 from connectors.tables import sync_folder
 
 READ_BYTES = 1 << 18
@@ -306,9 +306,6 @@ def _space_for(path: Path) -> Iterator[None]:
         raise UserError(
             f"cannot write '{path}' ({error.strerror or error}): make room or mend the disk and start again; nothing committed is lost"
         ) from error
-
-
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.fZ"
 
 
 class FileSink:

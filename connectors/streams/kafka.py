@@ -13,8 +13,7 @@ import numpy as np
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import Batch, Decoder, Positions, Record, long_rows
-from connectors.streams.files import TIME_FORMAT
+from connectors.streams.base import TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
 
 LOGGER = logging.getLogger("tethys.kafka")
 OPEN_SECONDS = 10.0

@@ -71,7 +71,9 @@ class StreamModel:
     horizon: int
     quantiles: tuple[float, ...]
     phase: Callable[[np.ndarray], np.ndarray]
-    """(n,) int64 times -> (n, F) what the memory knows of the calendar at each."""
+    """(n,) int64 times -> (n, G) what the memory knows of the calendar at each."""
+    beside: Callable[[Sequence[str], np.ndarray], np.ndarray] | None = None
+    """n names, (n, m) int64 times -> (n, m, K) the covariates of these streams' rows, NaN where they are not known; F = G + K."""
     row: Callable[[Any, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """`observe` and `forecast` for one row of many streams, in place (`titans_core.forecaster_row`); None: by the memory's pure pair."""
 
@@ -98,6 +100,8 @@ class Outcome:
     counters: Counter[str]
     mean_surprise: float
     """Over the values of the batch that could be judged; NaN when there are none."""
+    verdicts: list[str]
+    """What became of each record of the batch, in their order."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,8 @@ class Engine:
             alarms=alarms.height,
             forecasts=forecasts.height * self.model.horizon,
         )
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item())
+        became = [VERDICTS[code] for code in verdicts.tolist()]
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item(), became)
 
     def _learn(self, rows: Rows, slots: np.ndarray) -> list[Round]:
         """Rounds of at most one row a stream, in order; each round is one batched step. slots (n,): of each row."""
@@ -202,19 +207,20 @@ class Engine:
         y = torch.where(observed, value, 0.0)
         # Most streams stand at the same time: the calendar is worked out once for each distinct one.
         times, inverse = np.unique(ds, return_inverse=True)
-        future, which = self.policy.frequency.after(times, self.model.horizon), torch.from_numpy(inverse)
-        now, ahead = self._phase(times), self._phase(future)
+        ahead, which = self.policy.frequency.after(times, self.model.horizon), torch.from_numpy(inverse)
+        now, future = self._phase(times), ahead[inverse]
         state: StreamState = self.slots.state
         if self.model.row is not None:
-            forecast = self.model.row(state.model, slots, y, observed, which, now, ahead)
+            forecast = self.model.row(state.model, slots, y, observed, which, now, self._phase(ahead))
         else:
             memory = self.model.memory
-            model = memory.observe(select(state.model, slots), y.unsqueeze(1), observed.unsqueeze(1), now[which].unsqueeze(1))
-            forecast = memory.forecast(model, ahead[which])
+            here = self._with_covariates(now[which].unsqueeze(1), rows.unique_id, ds[:, None])
+            model = memory.observe(select(state.model, slots), y.unsqueeze(1), observed.unsqueeze(1), here)
+            forecast = memory.forecast(model, self._with_covariates(self._phase(ahead)[which], rows.unique_id, future))
             write_(state.model, slots, model)
         verdict, low, high = self.monitors.row_(state.monitors, slots, value, forecast)
         due = self.schedule.due(ds, rows.gap, self.policy.frequency)
-        return Round(rows.unique_id, ds, due, value, future[inverse], forecast, low, high, verdict)
+        return Round(rows.unique_id, ds, due, value, future, forecast, low, high, verdict)
 
     def _pass_gaps(self, rows: Rows, places: np.ndarray) -> None:
         """Let the streams that skipped steps of the grid pass them as missing rows: one call for each length of gap."""
@@ -222,7 +228,8 @@ class Engine:
         for gap in np.unique(rows.gap[rows.gap > 0]).tolist():
             here = np.flatnonzero(rows.gap == gap)
             slots = torch.from_numpy(places[here])
-            phase = self._phase(self.policy.frequency.before(rows.ds[here], gap))
+            passed = self.policy.frequency.before(rows.ds[here], gap)
+            phase = self._with_covariates(self._phase(passed), [rows.unique_id[i] for i in here.tolist()], passed)
             empty = torch.zeros(len(here), gap, dtype=torch.float64)
             unseen = torch.zeros_like(empty, dtype=torch.bool)
             write_(state.model, slots, self.model.memory.observe(select(state.model, slots), empty, unseen, phase))
@@ -232,6 +239,12 @@ class Engine:
     def _phase(self, ds: np.ndarray) -> Tensor:
         """(...) times -> (..., F)."""
         return torch.from_numpy(self.model.phase(ds.reshape(-1))).unflatten(0, ds.shape)
+
+    def _with_covariates(self, phase: Tensor, names: Sequence[str], ds: np.ndarray) -> Tensor:
+        """(n, m, G), n names and times (n, m) -> (n, m, F)."""
+        if self.model.beside is None:
+            return phase
+        return torch.cat([phase, torch.from_numpy(self.model.beside(names, ds))], 2)
 
     # Rows.
 
@@ -302,7 +315,8 @@ class Engine:
         origin = np.array([self.slots.clocks.get(slot).last or 0 for slot in places.tolist()], dtype=np.int64)
         future = self.policy.frequency.after(origin, self.model.horizon)
         with torch.inference_mode():
-            forecast = self.model.memory.forecast(select(state.model, slots), self._phase(future))
+            ahead = self._with_covariates(self._phase(future), unique_ids, future)
+            forecast = self.model.memory.forecast(select(state.model, slots), ahead)
             low, high = self.monitors.interval(select(state.monitors, slots), forecast)
         unknown = torch.full((len(unique_ids),), torch.nan)
         return self._frame(list(unique_ids), origin, future, forecast, low, high, unknown, unknown)

@@ -28,7 +28,7 @@ import polars as pl
 from connectors.checkpoints import CheckpointStore
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
-from pipelines import DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EVERY, EventTime, Frequency, Schedule, parse_duration
@@ -87,7 +87,7 @@ def run(
     target_column: str = "y",
     event_column: str = "event_id",
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     follow: bool = False,
     grace: str = "0s",
@@ -96,13 +96,15 @@ def run(
     progress: bool = False,
     metrics_port: int | None = None,
     history: str | None = None,
+    covariates: str | None = None,
     forecast: str = "every",
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
 
-    forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a
-    `metrics_port`, `/forecast?unique_id=NAME` answers at any time.
-    history: a table whose rows every memory reads before the first event, when the checkpoint is new.
+    history: a table whose rows every memory reads before the first event, when the checkpoint is new. covariates: a table with a row for
+    every stream and step, past and to come, where the model was trained with covariates; it is read again when it has changed.
+    forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a `metrics_port`,
+    `/forecast?unique_id=NAME` answers at any time.
 
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
     checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
@@ -114,7 +116,10 @@ def run(
 
     registered = tracking.load_model(model_name, version, tracking_uri)
     fitted = TitansForecaster.from_weights(registered.weights, registered.config)
-    model = stream_model(fitted, f"{registered.name}/{registered.version}")
+    model = stream_model(
+        fitted, f"{registered.name}/{registered.version}", covariates, id_column=id_column, time_column=time_column,
+        target_column=target_column,
+    )  # fmt: skip
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
     schedule = Schedule.parse(forecast)
     past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
@@ -163,20 +168,26 @@ def run(
     )
 
 
-def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
-    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own."""
+def stream_model(fitted: TitansForecaster, version: str, covariates: str | None = None, **columns: Any) -> StreamModel:
+    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own.
+
+    covariates: table of those that the model was trained with; columns: names of its columns, as `CovariateTable` takes them.
+    """
     from pipelines.forecasting.calendar import phases
+    from pipelines.forecasting.covariates import CovariateTable
     from titans_core import forecaster_row
 
     config = fitted.forecaster_.config
-    in_place = not forecaster_row.unsupported(fitted.forecaster_)
+    beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
+    in_place = beside is None and not forecaster_row.unsupported(fitted.forecaster_)
     return StreamModel(
         memory=fitted.forecaster_,
         version=version,
         frequency=fitted.frequency_,
         horizon=config.horizon,
         quantiles=config.quantiles,
-        phase=phases(fitted.frequency_, config.seasons),
+        phase=phases(fitted.frequency_, config.seasons, fitted.zone),
+        beside=beside,
         row=forecaster_row.ForecasterRow(fitted.forecaster_) if in_place else None,
     )
 

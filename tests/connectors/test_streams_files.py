@@ -210,7 +210,7 @@ def test_mistakes_are_one_clear_line(tmp_path: Path) -> None:
         (lambda: open_source(str(tmp_path)), "cannot tell the form|is a folder"),
         (lambda: open_source(str(tmp_path / "e.csv")), r"no column .* it has \['a', 'b'\]"),
         (lambda: open_source(str(tmp_path / "empty.csv")), "is empty"),
-        (lambda: open_source("ftp://x/y"), "cannot read a stream"),
+        (lambda: open_source("ftp://x/y"), "no stream has an address"),
         (lambda: open_source("kafka://nohost"), "is not kafka://"),
         (lambda: open_sink(str(tmp_path / "x.txt")), "use .csv"),
         (lambda: open_sink(str(tmp_path / "no" / "x.csv")), "does not exist"),
