@@ -318,8 +318,11 @@ def stream(
     ] = "reject",
     max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many lines.")] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this port of 127.0.0.1.")
+        int | None, typer.Option(help="Serve /metrics, /healthz, /readyz and /forecast?unique_id=NAME on this port of 127.0.0.1.")
     ] = None,
+    forecast: Annotated[
+        str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")
+    ] = "every",
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -343,6 +346,7 @@ def stream(
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
         history=history,
+        forecast=forecast,
         covariates=covariates,
     )
     _show(result, as_json)
