@@ -152,6 +152,27 @@ def classify(
         raise typer.Exit(summary.status)
 
 
+@app.command(epilog="Example: tethys genomics stream run.fastq --follow --model models:/taxa@champion --output taxa.ndjson --checkpoint taxa.db")
+def stream(
+    source: Annotated[str, typer.Argument(help="FASTQ: a file (plain or compressed), a pipe, or '-' for standard input.")],
+    model: Annotated[str, typer.Option(help="A registered classifier, models:/NAME@ALIAS, or a file that `train --output` wrote.")],
+    output: Annotated[str, typer.Option(help="Where rows go: .ndjson, .csv, a folder .parquet, or kafka://HOST:PORT/TOPIC.")],
+    checkpoint: Annotated[Path, typer.Option(help="File that keeps the place; begin again with it after a crash or a stop.")],
+    follow: Annotated[bool, typer.Option(help="Wait for more at the end of a growing file.")] = False,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Classify reads as they come, in order and each exactly once, in bounded memory. Exit status 3 when a read was refused."""
+    from dataclasses import asdict
+
+    from pipelines.genomics.stream import run
+
+    summary = run(source, model, checkpoint=checkpoint, output=output, follow=follow, tracking_uri=tracking_uri)
+    print(json.dumps(asdict(summary)) if as_json else summary.line())
+    if summary.dead:
+        raise typer.Exit(3)
+
+
 @app.command(
     name="score-variants", epilog="Example: tethys genomics score-variants models:/enhancers@champion calls.vcf --genome hg38.fa --output scores.tsv"
 )
