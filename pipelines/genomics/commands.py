@@ -152,6 +152,19 @@ def classify(
         raise typer.Exit(summary.status)
 
 
+@app.command(epilog="Example: tethys genomics track scores/ --genome hg38.fa --label enhancer --output enhancer.bw")
+def track(
+    scores: Annotated[Path, typer.Argument(help="Output folder of a classification job over BED intervals.")],
+    genome: Annotated[Path, typer.Option(help="FASTA that the intervals lie on.")],
+    label: Annotated[str, typer.Option(help="Class whose probability is drawn.")],
+    output: Annotated[Path, typer.Option(help="bigWig (.bw) or bedGraph (.bedgraph).")],
+) -> None:
+    """The probability of a class along a genome, for a genome browser; overlapping intervals are averaged base by base."""
+    from pipelines.genomics.tracks import write_track
+
+    print(f"{write_track(scores, genome, label, output)} stretches in {output}")
+
+
 @app.command(epilog="Example: tethys genomics stream run.fastq --follow --model models:/taxa@champion --output taxa.ndjson --checkpoint taxa.db")
 def stream(
     source: Annotated[str, typer.Argument(help="FASTQ: a file (plain or compressed), a pipe, or '-' for standard input.")],
