@@ -22,6 +22,7 @@ from pipelines import DEFAULT_TRACKING_URI
 from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
 from pipelines.registry import commands as registry
+from pipelines.serving import commands as serving
 
 app = typer.Typer(
     name="tethys",
@@ -31,6 +32,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(registry.models, name="models")
+app.command(epilog="Example: tethys serve --model-name sales --port 8080")(serving.serve)
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
