@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -594,7 +595,9 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._draining.state.ready = False
         self._draining.state.hub.close()
-        super().handle_exit(sig, frame)
+        # Not uvicorn's own: it would raise the signal again at the end, and a drain that went well ends with status 0.
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True
 
 
 def run(settings: Settings, announce: Callable[[str], None] = print) -> None:
@@ -602,7 +605,7 @@ def run(settings: Settings, announce: Callable[[str], None] = print) -> None:
     app, service = create(settings)
     config = uvicorn.Config(
         app, host=settings.host, port=settings.port, log_level="warning", access_log=False, server_header=False, date_header=False,
-        limit_concurrency=1024, timeout_keep_alive=30, timeout_graceful_shutdown=20, h11_max_incomplete_event_size=64 << 10, lifespan="on",
+        limit_concurrency=1024, timeout_keep_alive=75, timeout_graceful_shutdown=20, h11_max_incomplete_event_size=64 << 10, lifespan="on",
     )  # fmt: skip
     try:
         sock = config.bind_socket()

@@ -35,7 +35,7 @@ log = logging.getLogger("tethys.serve")
 
 WATCH_SECONDS = 5.0
 # A shadow this close to the live version catches up within a batch or two.
-CLOSE_ROWS = 1024
+CLOSE_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ class Service:
                 self.shadow = self._start_shadow(number)
             shadow, self.shadow = self.shadow, None
             try:
-                while shadow.position() < self.live.history.last - CLOSE_ROWS:
+                while shadow.position() < max(0, self.live.history.last - CLOSE_ROWS):
                     if self._stop.wait(0.05) or not shadow.alive:
                         raise UserError(f"version {number} stopped before it had caught up: see {self.folder / 'shadow.log'}")
                 fitted = self._fetch(number).load()

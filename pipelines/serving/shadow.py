@@ -154,6 +154,7 @@ def run(settings: Settings) -> None:
     nothing = _Nothing()
     with stop.on_signals():
         store = CheckpointStore(settings.checkpoint)
+        source.watch.save()  # says that the process is up
         try:
             work(
                 model, policy, source, store, source.watch, nothing, nothing, batch_rows=SHADOW_ROWS, stop=stop, report=source.watch.save,
@@ -169,6 +170,7 @@ class Shadow:
     def __init__(self, settings: Settings, log: Path):
         self.settings = settings
         discard_if_stale(Path(settings.checkpoint), Path(settings.history))
+        Path(settings.tally).unlink(missing_ok=True)
         words = [sys.executable, "-m", "pipelines.serving.shadow", json.dumps(asdict(settings))]
         # It must never take the processor from the live version.
         with log.open("ab") as said:
@@ -180,9 +182,9 @@ class Shadow:
         return self._process.poll() is None
 
     def position(self) -> int:
-        """The last row of the history that its memories have read, or are about to; 0: it has not begun."""
-        found = _position(Path(self.settings.checkpoint))
-        return 0 if found is None else found
+        """The last row of the history that its memories have read, or are about to; -1: the process is not up yet."""
+        found = _position(Path(self.settings.checkpoint)) if Path(self.settings.tally).exists() else None
+        return -1 if found is None else found
 
     def tally(self) -> Tally | None:
         try:
