@@ -44,7 +44,7 @@ class HistoryRow(NamedTuple):
     surprise: float | None
     anomaly: float | None
     norm: float | None
-    """Norm of the stream's memory after the row."""
+    """Norm of the stream's memory after the batch of the row."""
     alarms: str | None
     """Causes of the alarms at this row, joined by commas."""
     model: str

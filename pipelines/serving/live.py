@@ -409,7 +409,9 @@ class Live:
         each = list(dict.fromkeys(names))
         state = self.engine.slots.gather(torch.tensor([self.engine.slots.slot(name) for name in each])).model
         written = getattr(state, "memory", state)
-        squares = [leaf.reshape(len(each), -1).double().square().sum(1) for _, leaf in leaves(written) if leaf.is_floating_point()]
+        # How often a slot was visited is kept beside what was written into it, and only grows.
+        held = [leaf for path, leaf in leaves(written) if leaf.is_floating_point() and not path.endswith("visits")]
+        squares = [leaf.reshape(len(each), -1).double().square().sum(1) for leaf in held]
         found: list[float] = torch.stack(squares).sum(0).sqrt().tolist() if squares else [math.nan] * len(each)
         return dict(zip(each, found, strict=True))
 

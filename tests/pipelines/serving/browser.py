@@ -39,7 +39,8 @@ class Browser:
             assert time.monotonic() < deadline, "the browser did not start"
             time.sleep(0.05)
         port, path = port_file.read_text().splitlines()[:2]
-        self._line = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None)
+        self._connection = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, proxy=None)
+        self._line = self._connection.__enter__()
         self._number, self._session = 0, None
         target = next(t for t in self.do("Target.getTargets")["targetInfos"] if t["type"] == "page")["targetId"]
         self._session = self.do("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
@@ -49,7 +50,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._line.close()
+        self._connection.__exit__(None, None, None)
         self._process.terminate()
         self._process.wait(30)
         time.sleep(0.2)
@@ -86,7 +87,7 @@ class Browser:
 
     def wait(self, expression: str, seconds: float = 60.0) -> Any:
         deadline = time.monotonic() + seconds
-        while not (found := self.value(expression)):
+        while not (found := self.value(f"(() => {{ try {{ return {expression} }} catch {{ return false }} }})()")):  # not loaded yet
             assert time.monotonic() < deadline, (expression, self.said, self.value("document.body.innerText")[:500])
             time.sleep(0.05)
         return found
