@@ -23,6 +23,7 @@ from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
 from pipelines.language import commands as language
 from pipelines.registry import commands as registry
+from pipelines.serving import commands as serving
 
 app = typer.Typer(
     name="tethys",
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(registry.models, name="models")
+app.command(epilog="Example: tethys serve --model-name sales --port 8080")(serving.serve)
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)

@@ -143,7 +143,15 @@ def run(
             stack.callback(sinks[name].close)
         store = CheckpointStore(checkpoint)
         stack.callback(store.close)
-        tell = stack.enter_context(Dials(metrics_port, progress))
+        dials = stack.enter_context(Dials(metrics_port, progress))
+        params = {"source": source, "model": model.version, "grace": grace, "conflict": conflict}
+        tracked = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=params))
+
+        def tell(step: Step) -> None:
+            dials(step)
+            if tracked.due():
+                tracked.log(step.figures(), step.counters["received"])
+
         summary = work(
             model,
             policy,
