@@ -21,7 +21,10 @@ backward to every parameter, without an optimiser. Times are processor times of 
 caches, not whole turns. Each round runs all sides; a figure is the median over rounds.
 
     figures.w128.{c16,c64}.{boundary,token,matrix_exact}.{forward,train}.vs_*
-        our tokens a second over theirs, 1024 tokens, batch 1
+        our tokens a second over theirs, 1024 tokens, batch 1, everybody in float32; and figures.w128.{c16,c64}.bfloat16.* the same with
+        the layer's option precision="bfloat16" (operands of products rounded, sums, states and gates in float32), the peers as before
+    figures.bars.*
+        the ratios that have a bar, in both precisions, and the first of the two that meets it ("neither" if none does)
     figures.step.*
         one token of one layer with carried state, width 128, chunk 64, token reads: turns of 500 steps after 50, medians of
         turn medians. batch64_over_bandwidth: a stream's step at batch 64, chunk ends staggered, over the time that reading and
@@ -30,11 +33,13 @@ caches, not whole turns. Each round runs all sides; a figure is the median over 
         the kernel alone (no projections), width 128, chunk 64, as a share of the fused-multiply-add peak measured in the run.
         Counted is the arithmetic the rule needs, triangles as halves. A token and head: matrix_exact 12 d^2 + 4 C d, deep with
         token reads 26 d h + 2 C (d + h), with boundary reads 18 d h; three times that in train (recomputation not counted)
-    --grid adds width 256, 4096 tokens and batch 4 under figures.grid (about 15 minutes).
+    --grid adds width 256, 4096 tokens and batch 4 under figures.grid, cheapest first, in at most the minutes given (60) and 12 GiB:
+    figures.grid.left_out names what time or memory left out (titans-pytorch keeps a copy of its weights for every chunk)
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
@@ -49,12 +54,22 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks import report
 
 HEADS = 4
+FORMS = ("boundary", "token", "matrix_exact")
+PRECISIONS = ("float32", "bfloat16")
+BARS = (  # chunk, form, direction, peer, times as many tokens a second
+    ("c64", "boundary", "train", "titans_pytorch", 6.0),
+    ("c16", "boundary", "train", "titans_pytorch", 14.0),
+    ("c64", "boundary", "train", "titans_pytorch_default", 3.0),
+    ("c64", "token", "train", "titans_pytorch", 3.0),
+    ("c64", "matrix_exact", "forward", "titans_pytorch_default", 8.0),
+    ("c64", "boundary", "forward", "titans_pytorch_default", 4.5),
+)
 
 
 def main() -> None:
     parser = report.arguments("One memory layer, ours and the public ones, in turns.")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each comparison; a figure is their median")
-    parser.add_argument("--grid", action="store_true", help="also width 256, 4096 tokens and batch 4")
+    parser.add_argument("--grid", type=float, nargs="?", const=60.0, metavar="MINUTES", help="also width 256, 4096 tokens and batch 4")
     parser.add_argument("--only", choices=["layers", "step", "share"], action="append", help="measure only this part")
     options = parser.parse_args()
     report.limit_threads(options.threads)
@@ -73,8 +88,9 @@ def main() -> None:
         figures |= shares(options.rounds)
     if "layers" in parts:
         figures["w128"] = {f"c{chunk}": compare(128, chunk, 1024, 1, options.rounds) for chunk in (16, 64)}
+        figures["bars"] = bars(figures["w128"])
         if options.grid:
-            figures["grid"] = grid()
+            figures["grid"] = grid(options.grid)
     if "step" in parts:
         figures["step"] = steps()
     report.finish("memory", figures, libraries=("torch", "titans-pytorch", "python-titans-miras", "titans-unofficial"))
@@ -83,16 +99,14 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------------------ the sides
 
 
-def ours(width: int, chunk: int, form: str) -> Any:
+def ours(width: int, chunk: int, form: str, precision: str = "float32") -> Any:
     """A NeuralMemory of the given form."""
     from titans_core.config import MemoryConfig
     from titans_core.memory import NeuralMemory
 
-    if form == "matrix_exact":
-        config = MemoryConfig(dim=width, heads=HEADS, rule="exact", chunk=chunk, decay_to_init=False)
-    else:
-        config = MemoryConfig(dim=width, heads=HEADS, rule="deep", chunk=chunk, read="anchor" if form == "boundary" else "after")
-    return NeuralMemory(config)
+    own: dict[str, Any] = {"matrix_exact": {"rule": "exact", "decay_to_init": False}, "boundary": {"rule": "deep", "read": "anchor"}}
+    settings = {"rule": "deep"} if form == "token" else own[form]
+    return NeuralMemory(MemoryConfig(dim=width, heads=HEADS, chunk=chunk, precision=precision, **settings))  # type: ignore[arg-type]
 
 
 class Serving:
@@ -160,11 +174,12 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
 
     x = torch.randn(batch, tokens, width)
     found: dict[str, Any] = {}
+    forms = [(form, precision) for precision in PRECISIONS for form in FORMS]
     for direction in ("forward", "train"):
         sides: dict[str, Callable[[], None]] = {}
-        for form in ("boundary", "token", "matrix_exact"):
-            module = ours(width, chunk, form)
-            sides[form] = (
+        for form, precision in forms:
+            module = ours(width, chunk, form, precision)
+            sides[f"{form} {precision}"] = (
                 Serving(module, batch).forward(x)
                 if direction == "forward"
                 else train(module, lambda m=module: m(x, m.initial_state(batch))[0])
@@ -173,13 +188,29 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
             module = peer(name, width, chunk)
             sides[name] = forward(module, x) if direction == "forward" else train(module, lambda m=module: m(x)[0])
         seconds = in_turns(f"width {width} chunk {chunk} T {tokens} B {batch} {direction}", sides, rounds, tokens * batch)
-        for form in ("boundary", "token", "matrix_exact"):
-            found.setdefault(form, {})[direction] = {
-                **{f"vs_{name}": over(seconds[name], seconds[form]) for name in PEERS},
-                "tokens_per_s": tokens * batch / statistics.median(seconds[form]),
+        for form, precision in forms:
+            mine = seconds[f"{form} {precision}"]
+            of_precision = found if precision == "float32" else found.setdefault(precision, {})
+            of_precision.setdefault(form, {})[direction] = {
+                **{f"vs_{name}": over(seconds[name], mine) for name in PEERS},
+                "tokens_per_s": tokens * batch / statistics.median(mine),
             }
         for name in PEERS:
             found.setdefault("tokens_per_s", {}).setdefault(name, {})[direction] = tokens * batch / statistics.median(seconds[name])
+    return found
+
+
+def bars(figures: dict[str, Any]) -> dict[str, Any]:
+    """Each bar with our ratio in both precisions, and which of them meets it."""
+    found = {}
+    for chunk, form, direction, against, bar in BARS:
+        ratios = {
+            precision: (figures[chunk] if precision == "float32" else figures[chunk][precision])[form][direction][f"vs_{against}"]
+            for precision in PRECISIONS
+        }
+        met = next((precision for precision in PRECISIONS if ratios[precision] >= bar), "neither")
+        found[f"{chunk}.{form}.{direction}.vs_{against}"] = {"bar": bar, **ratios, "met_with": met}
+        report.progress(f"{chunk} {form} {direction} over {against}: {ratios}, bar {bar}: {met}")
     return found
 
 
@@ -225,15 +256,22 @@ def in_turns(title: str, sides: Mapping[str, Callable[[], None]], rounds: int, t
     return seconds
 
 
-def grid() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for width in (128, 256):
-        for chunk in (16, 64):
-            for tokens in (1024, 4096):
-                for batch in (1, 4):
-                    if (width, tokens, batch) != (128, 1024, 1):
-                        found[f"w{width}_c{chunk}_t{tokens}_b{batch}"] = compare(width, chunk, tokens, batch, 1)
-    return found
+def grid(minutes: float) -> dict[str, Any]:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30, resource.RLIM_INFINITY))
+    cells = itertools.product((128, 256), (16, 64), (1024, 4096), (1, 4))
+    end, found, left_out = time.monotonic() + 60 * minutes, {}, []
+    for width, chunk, tokens, batch in sorted(cells, key=lambda cell: cell[0] * cell[2] * cell[3] / cell[1]):
+        name = f"w{width}_c{chunk}_t{tokens}_b{batch}"
+        try:
+            if time.monotonic() > end:
+                raise TimeoutError("no time left")
+            found[name] = compare(width, chunk, tokens, batch, 1)
+        except (RuntimeError, MemoryError, TimeoutError) as error:
+            left_out.append(f"{name}: {str(error).splitlines()[0]}")
+            report.progress(left_out[-1])
+    return found | {"left_out": left_out}
 
 
 # ------------------------------------------------------------------------------------------------------------------ streaming

@@ -225,6 +225,42 @@ def run(
         yield started
 
 
+def begin(
+    store: Store,
+    name: str,
+    *,
+    params: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+    parent: Run | None = None,
+) -> Run:
+    """A run that stays open beside others until `end`: for work that overlaps. With `parent` it is a child of that run."""
+    marks = {**dict(tags or {}), **({} if parent is None else {"mlflow.parentRunId": parent.id})}
+    made = store.client.create_run(store.experiment_id, run_name=name, tags=marks)
+    store.client.log_batch(made.info.run_id, params=[Param(k, str(v)) for k, v in (params or {}).items() if v is not None])
+    return Run(store, made.info.run_id, made.info.experiment_id)
+
+
+def end(run: Run, status: str = "FINISHED", tags: Mapping[str, str] | None = None) -> None:
+    """FINISHED, FAILED or KILLED."""
+    for key, value in (tags or {}).items():
+        run.store.client.set_tag(run.id, key, value)
+    run.store.client.set_terminated(run.id, status)
+
+
+def reopen(store: Store, run_id: str) -> Run | None:
+    """A run that `begin` made, open again; its children that never ended are KILLED. None where the store does not hold it."""
+    client = store.client
+    try:
+        found = client.get_run(run_id)
+    except MlflowException:
+        return None
+    left = client.search_runs([store.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'")
+    for child in left:
+        client.set_terminated(child.info.run_id, "KILLED")
+    client.update_run(run_id, "RUNNING")
+    return Run(store, run_id, found.info.experiment_id)
+
+
 class LiveRun:
     """The run of a job that must go on while the store is away: metrics wait here and are sent in the background.
 
@@ -389,10 +425,12 @@ def register_forecaster(
     return load_model(name, version.version, run.store.uri)
 
 
-def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKING_URI) -> RegisteredForecaster:
-    """The files of a registered version; `version` is its number or an alias.
+def load_model(
+    name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKING_URI, *, kind: str = "forecaster"
+) -> RegisteredForecaster:
+    """The files of a registered version; `version` is its number or an alias, `kind` what it must be.
 
-    Raises UserError, naming what exists, for an unknown store, model, version or alias.
+    Raises UserError, naming what exists, for an unknown store, model, version or alias, and for a model of another kind.
     """
     client = _existing(tracking_uri)
     found = _find_version(client, name, str(version), tracking_uri)
@@ -401,6 +439,8 @@ def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKI
     )
     artifacts = folder / "artifacts"
     config = json.loads((artifacts / "config.json").read_text())
+    if (found_kind := config.get("kind", "forecaster")) != kind:
+        raise UserError(f"model {name!r} is a {found_kind}, and a {kind} is asked for: name one of those (tethys models list)")
     weights = sorted(artifacts.glob("*.safetensors"))
     if len(weights) != 1:
         raise UserError(
@@ -410,6 +450,48 @@ def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKI
     return RegisteredForecaster(
         name, int(found.version), tuple(sorted(found.aliases)), found.run_id, weights[0], config
     )
+
+
+def register_classifier(
+    run: Run,
+    weights: str | Path,
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    alias: str | None,
+    card: str,
+    input_example: pl.DataFrame,
+    output_example: pl.DataFrame,
+    metrics: Mapping[str, float],
+) -> int:
+    """Logs a sequence classifier (safetensors, configuration with the class names in order, model card in Markdown) as a model
+    of the run, registers it as a new version, moves the alias to it; returns the version.
+
+    The two examples, a column `sequence` and the answer to it, make the signature.
+    """
+    inputs = input_example.to_pandas()
+    with warnings.catch_warnings():  # MLflow warns that whole numbers cannot be missing: a length never is
+        warnings.simplefilter("ignore", UserWarning)
+        signature = mlflow.models.infer_signature(inputs, output_example.to_pandas())
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"config": Path(folder) / "config.json", "card": Path(folder) / "model_card.md"}
+        paths["config"].write_text(json.dumps({"kind": "classifier", **config}, indent=2, sort_keys=True) + "\n")
+        paths["card"].write_text(card)
+        info = mlflow.pyfunc.log_model(
+            name="classifier",
+            python_model=str(project_file("models/classifier.py")),
+            artifacts={"weights": str(weights), **{key: str(path) for key, path in paths.items()}},
+            signature=signature,
+            input_example=inputs,
+            pip_requirements=[_requirement()],
+        )
+    mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
+    client = run.store.client
+    version = mlflow.register_model(f"models:/{info.model_id}", name, tags={"classes": ",".join(config["classes"])})
+    client.update_model_version(name, version.version, description=card[:5000])  # a column of the registry holds no more
+    if alias is not None:
+        client.set_registered_model_alias(name, alias, version.version)
+    return int(version.version)
 
 
 def list_models(tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]]:

@@ -53,4 +53,5 @@ def test_the_wheel_holds_the_four_packages_and_the_entry_file_of_registered_mode
         "connectors",
         "pipelines",
     }
-    assert {"pipelines/mlflow_files/models/forecaster.py", "pipelines/mlflow_files/registry/promotion.yaml"} <= set(names)
+    files = ("models/classifier.py", "models/forecaster.py", "registry/promotion.yaml")
+    assert {f"pipelines/mlflow_files/{name}" for name in files} <= set(names)

@@ -19,11 +19,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ from titans_core.blocks import Backbone
 from titans_core.config import BackboneConfig, ConfigError, MemoryConfig, Mixer, Rule, require
 
 FORMAT = "1"
+Strands = Literal["forward", "both", "equivariant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,16 @@ class ClassifierConfig:
     length: bases the model looks at; shorter sequences are padded with N on the right, longer ones cut about their
         middle (`fit_length` in pipelines.genomics.training counts both).
     strands: "both" averages the logits of a sequence and its reverse complement, and trains on either at random;
-        "forward" keeps them apart, as promoters and splice sites need.
+        "forward" keeps them apart, as promoters and splice sites need; "equivariant" looks for every motif on both strands
+        at each place, reads the places in both directions with the same weights and averages what is read.
+        With "both" and "equivariant" a sequence and its reverse complement get the same answer, to the bit.
     kmer: bases of the words whose counts the composition branch sees; 0 leaves it out.
     task: "single" label, or "multi" (each class on its own, sigmoid instead of softmax).
     """
 
     classes: tuple[str, ...]
     length: int
-    strands: Literal["forward", "both"] = "forward"
+    strands: Strands = "forward"
     motifs: int = 96
     motif_width: int = 15
     pool: int = 6
@@ -70,8 +73,13 @@ class ClassifierConfig:
         require(self.motif_width % 2 == 1, f"motif_width {self.motif_width} must be odd")
         require(self.pool >= 1, f"pool {self.pool} must be positive")
         require(0 <= self.kmer <= 8, f"kmer {self.kmer} must lie in 0 to 8 (4^kmer weights a class)")
-        require(self.strands in ("forward", "both"), f"strands '{self.strands}' is neither forward nor both")
+        require(self.strands in ("forward", "both", "equivariant"), f"strands '{self.strands}' is none of forward, both, equivariant")
         require(self.task in ("single", "multi"), f"task '{self.task}' is neither single nor multi")
+
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> ClassifierConfig:
+        """A config from what `dataclasses.asdict` gave and JSON kept."""
+        return cls(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])})
 
     @property
     def tokens(self) -> int:
@@ -92,10 +100,22 @@ def reverse_complement(codes: Tensor) -> Tensor:
     return torch.where(flipped < 4, 3 - flipped, flipped)
 
 
+def either_strand(codes: Tensor) -> Tensor:
+    """Encoded bases (B, L): of each row and its reverse complement the smaller one, so that both are the same row.
+
+    Which strand goes first changes no average over both; it only makes them round alike.
+    """
+    other = reverse_complement(codes)
+    differ = codes != other
+    first = differ.to(torch.uint8).argmax(-1, keepdim=True)  # 0 where the two are equal, which is right as well
+    smaller = codes.gather(-1, first) <= other.gather(-1, first)
+    return torch.where(smaller, codes, other)
+
+
 def word_counts(codes: Tensor, k: int, strands: str) -> Tensor:
     """Counts of the clean k-mers of encoded bases (B, L) -> (B, 4^k), rows of length one (zero rows stay zero)."""
     counts = codes.new_zeros(codes.shape[0], 4**k + 1, dtype=torch.float32)
-    for strand in (codes, reverse_complement(codes)) if strands == "both" else (codes,):
+    for strand in (codes,) if strands == "forward" else (codes, reverse_complement(codes)):
         windows = strand.unfold(1, k, 1)  # (B, L - k + 1, k)
         place = 4 ** torch.arange(k - 1, -1, -1, device=codes.device)
         words = torch.where((windows < 4).all(-1), (windows * place).sum(-1), 4**k)
@@ -108,10 +128,13 @@ def _by_token(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
     return norm(x.flatten(0, 1)).view(x.shape)  # type: ignore[no-any-return]
 
 
-class SequenceClassifier(nn.Module):
-    """Logits of encoded sequences; a pure function of its input, the same under inference_mode as in evaluation."""
+class Classifier(nn.Module):
+    """What every classifier shares: strands, the composition branch, calibration. A subclass brings the network.
 
-    rows: Tensor  # one-hot row of each code (5, 4)
+    Logits of encoded sequences are a pure function of the input, the same under inference_mode as in evaluation.
+    """
+
+    kind: ClassVar[str]
     network_scale: Tensor  # a, b and c of the module's docstring: set by `calibrate`, never by training
     composition_scale: Tensor
     bias: Tensor
@@ -119,52 +142,25 @@ class SequenceClassifier(nn.Module):
     def __init__(self, config: ClassifierConfig) -> None:
         super().__init__()
         self.config = config
-        classes, dim = len(config.classes), config.dim
-        self.motifs = nn.Linear(4 * config.motif_width, config.motifs, bias=False)
-        self.motif_norm = nn.BatchNorm1d(config.motifs)
-        self.embed = nn.Linear(config.motifs, dim)
-        self.embed_norm = nn.BatchNorm1d(dim)
-        memory = MemoryConfig(dim=dim, heads=config.heads, rule=config.rule, window=config.window)
-        self.backbone = Backbone(BackboneConfig(memory=memory, layers=config.layers, persistent=0, feed_forward=config.feed_forward))
-        self.token_norm = nn.BatchNorm1d(dim)
-        self.place = nn.Linear(dim, config.place_width)
-        width = config.place_width * config.tokens + 2 * dim
-        self.head = nn.Sequential(
-            nn.Dropout(config.dropout),
-            nn.Linear(width, 64),
-            nn.GELU(),
-            nn.Dropout(config.dropout),
-            nn.Linear(64, classes),
-        )
-        self.composition = nn.Linear(4**config.kmer, classes) if config.kmer else None
-        self.register_buffer("rows", torch.cat((torch.eye(4), torch.full((1, 4), 0.25))), persistent=False)
+        classes = len(config.classes)
+        with torch.random.fork_rng(devices=[]):  # the network starts from the same numbers with and without this branch
+            self.composition = nn.Linear(4**config.kmer, classes) if config.kmer else None
         self.register_buffer("network_scale", torch.ones(()))
         self.register_buffer("composition_scale", torch.zeros(()))
         self.register_buffer("bias", torch.zeros(classes))
 
     def network(self, codes: Tensor) -> Tensor:
-        """Logits of one strand (B, L) -> (B, C), without the composition branch."""
-        config, count = self.config, codes.shape[0]
-        around, short = config.motif_width // 2, config.tokens * config.pool - config.length
-        windows = F.pad(self.rows[codes], (0, 0, around, around)).unfold(1, config.motif_width, 1)  # (B, L, 4, width)
-        # One product over all windows: with four input channels a third faster than a convolution on CPU.
-        fits = _by_token(self.motif_norm, self.motifs(windows.flatten(2)))  # (B, L, M)
-        # exp after the maximum is the maximum after exp, at a fraction of the exponentials.
-        fits = F.pad(fits, (0, 0, 0, short), value=-torch.inf).unflatten(1, (config.tokens, config.pool)).amax(2)
-        fits = torch.exp(fits.clamp(max=4.0))  # (B, T, M)
-        fits = fits * F.dropout(fits.new_ones(count, 1, config.motifs), 0.1, self.training)  # whole motifs at a time
-        tokens = _by_token(self.embed_norm, self.embed(fits))  # (B, T, D)
-        read, _ = self.backbone(tokens, self.backbone.initial_state(count))
-        tokens = _by_token(self.token_norm, tokens + read)
-        places = F.gelu(self.place(tokens)).flatten(1)
-        logits: Tensor = self.head(torch.cat((places, tokens.amax(1), F.gelu(tokens).mean(1)), dim=1))
-        return logits
+        """Logits of encoded bases (B, L) -> (B, C), without the composition branch; averaged over both strands unless "forward".
+
+        In training "both" sees one strand: the caller shows either at random.
+        """
+        raise NotImplementedError
 
     def both(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the network, averaged over the strands it is asked for, and of the composition branch."""
+        """Logits of the network and of the composition branch, each over the strands that the model reads."""
+        if self.config.strands != "forward":
+            codes = either_strand(codes)
         network = self.network(codes)
-        if self.config.strands == "both":
-            network = (network + self.network(reverse_complement(codes))) / 2
         if self.composition is None:
             return network, torch.zeros_like(network)
         return network, self.composition(word_counts(codes, self.config.kmer, self.config.strands))
@@ -217,21 +213,105 @@ class SequenceClassifier(nn.Module):
         """Trained numbers."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def settings(self) -> dict[str, Any]:
+        """What `restore` makes the model from again, as JSON."""
+        return asdict(self.config)
 
-def save(model: SequenceClassifier, path: str | Path, card: Card | None = None) -> None:
+    def tensors(self) -> dict[str, Tensor]:
+        """What is saved beside the settings."""
+        return dict(self.state_dict())
+
+    @classmethod
+    def restore(cls, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+        """A model from what `settings` and `tensors` gave."""
+        model = cls(ClassifierConfig.from_settings(settings))
+        model.load_state_dict(tensors)
+        return model
+
+
+class SequenceClassifier(Classifier):
+    """Motifs, a Titans memory over them, and a head that sees places and composition."""
+
+    kind = "motifs"
+    rows: Tensor  # one-hot row of each code (5, 4)
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__(config)
+        classes, dim = len(config.classes), config.dim
+        self.motifs = nn.Linear(4 * config.motif_width, config.motifs, bias=False)
+        self.motif_norm = nn.BatchNorm1d(config.motifs)
+        self.embed = nn.Linear(config.motifs, dim)
+        self.embed_norm = nn.BatchNorm1d(dim)
+        memory = MemoryConfig(dim=dim, heads=config.heads, rule=config.rule, window=config.window)
+        self.backbone = Backbone(BackboneConfig(memory=memory, layers=config.layers, persistent=0, feed_forward=config.feed_forward))
+        self.token_norm = nn.BatchNorm1d(dim)
+        self.place = nn.Linear(dim, config.place_width)
+        width = config.place_width * config.tokens + 2 * dim
+        self.head = nn.Sequential(
+            nn.Dropout(config.dropout),
+            nn.Linear(width, 64),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(64, classes),
+        )
+        self.register_buffer("rows", torch.cat((torch.eye(4), torch.full((1, 4), 0.25))), persistent=False)
+
+    def network(self, codes: Tensor) -> Tensor:
+        return self.network_of(self.rows[codes])
+
+    def network_of(self, rows: Tensor) -> Tensor:
+        """The same of one-hot rows (B, L, 4), for gradients by base."""
+        if self.config.strands == "equivariant":
+            fits = torch.maximum(self._fits(rows), self._fits(rows.flip(1, 2)).flip(1))
+            return (self._read(fits) + self._read(fits.flip(1))) / 2
+        if self.config.strands == "both" and not self.training:
+            return (self._read(self._fits(rows)) + self._read(self._fits(rows.flip(1, 2)))) / 2
+        return self._read(self._fits(rows))
+
+    def _fits(self, rows: Tensor) -> Tensor:
+        """How well each motif fits around each base: (B, L, 4) -> (B, L, M)."""
+        width = self.config.motif_width
+        windows = F.pad(rows, (0, 0, width // 2, width // 2)).unfold(1, width, 1)  # (B, L, 4, width)
+        # One product over all windows: with four input channels a third faster than a convolution on CPU.
+        return _by_token(self.motif_norm, self.motifs(windows.flatten(2)))
+
+    def _read(self, fits: Tensor) -> Tensor:
+        """Fits (B, L, M) -> tokens -> backbone -> head: logits (B, C)."""
+        config, count = self.config, fits.shape[0]
+        short = config.tokens * config.pool - config.length
+        # exp after the maximum is the maximum after exp, at a fraction of the exponentials.
+        fits = F.pad(fits, (0, 0, 0, short), value=-torch.inf).unflatten(1, (config.tokens, config.pool)).amax(2)
+        fits = torch.exp(fits.clamp(max=4.0))  # (B, T, M)
+        fits = fits * F.dropout(fits.new_ones(count, 1, config.motifs), 0.1, self.training)  # whole motifs at a time
+        tokens = _by_token(self.embed_norm, self.embed(fits))  # (B, T, D)
+        read, _ = self.backbone(tokens, self.backbone.initial_state(count))
+        tokens = _by_token(self.token_norm, tokens + read)
+        places = F.gelu(self.place(tokens)).flatten(1)
+        logits: Tensor = self.head(torch.cat((places, tokens.amax(1), F.gelu(tokens).mean(1)), dim=1))
+        return logits
+
+
+def save(model: Classifier, path: str | Path, card: Card | None = None) -> None:
     """Weights as safetensors, with configuration, class names and card as JSON in the header."""
-    metadata = {"format": FORMAT, "config": json.dumps(asdict(model.config)), "card": json.dumps(asdict(card or Card()))}
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, str(path), metadata=metadata)
+    about = {"format": FORMAT, "kind": model.kind, "config": json.dumps(model.settings()), "card": json.dumps(asdict(card or Card()))}
+    save_file({name: tensor.contiguous() for name, tensor in model.tensors().items()}, str(path), metadata=about)
 
 
-def load(path: str | Path) -> tuple[SequenceClassifier, Card]:
-    """A classifier from what `save` wrote, ready to predict."""
-    with safe_open(str(path), "pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
-        settings: dict[str, Any] = json.loads(metadata["config"])
-        weights = {name: file.get_tensor(name) for name in file.keys()}
-    model = SequenceClassifier(ClassifierConfig(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])}))
-    model.load_state_dict(weights)
-    return model.eval(), Card(**json.loads(metadata["card"]))
+def load(path: str | Path) -> tuple[Classifier, Card]:
+    """A classifier from what `save` wrote, ready to predict. ConfigError where the file holds something else."""
+    from titans_core.dna_classifier import PretrainedClassifier  # it builds on this module
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is no safetensors file ({error})") from None
+    if metadata.get("format") != FORMAT:
+        raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
+    kinds: dict[str, type[Classifier]] = {each.kind: each for each in (SequenceClassifier, PretrainedClassifier)}
+    try:
+        model = kinds[metadata.get("kind", SequenceClassifier.kind)].restore(json.loads(metadata["config"]), tensors)
+        return model.eval(), Card(**json.loads(metadata["card"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path} holds no classifier of this project ({' '.join(str(error).split())[:200]})") from error

@@ -162,10 +162,13 @@ __attribute__((noinline)) void transpose_exact(const float* src, long lds, long 
     for (long r = 0; r < rows; ++r) dst[c * ldd + r] = src[r * lds + c];
 }
 
-// n rows of d numbers into scratch rows padded with zeros.
-__attribute__((noinline)) void copy_in(const float* src, long stride, long n, long d, float* dst, long ld) {
+// n rows of d numbers into scratch rows padded with zeros. The same rows `ahead` numbers further on are asked for from memory: those of the
+// next chunk, which the prefetcher does not foresee when rows are far apart.
+__attribute__((noinline)) void copy_in(const float* src, long stride, long n, long d, float* dst, long ld, long ahead = 0) {
   long whole = d / VL * VL, width = pad(d);
   for (long t = 0; t < n; ++t) {
+    if (ahead)
+      for (long j = 0; j < d; j += 16) __builtin_prefetch(src + t * stride + ahead + j, 0, 2);
     for (long j = 0; j < whole; j += VL) store(dst + t * ld + j, load(src + t * stride + j));
     if (whole < width) {
       R x{};
@@ -230,7 +233,7 @@ inline void tile_rows(long M, long K, const float* A, long lda, const float* B, 
 
 // N counts padded columns (a multiple of VL).
 template <bool T>
-__attribute__((noinline)) void gemm(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc, Mode mode) {
+__attribute__((noinline)) void gemm32(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc, Mode mode) {
   long j = 0;
   for (; j + NR * VL <= N; j += NR * VL) tile_rows<T, NR>(M, K, A, lda, B + j, ldb, C + j, ldc, mode);
   for (; j < N; j += VL) tile_rows<T, 1>(M, K, A, lda, B + j, ldb, C + j, ldc, mode);
@@ -240,7 +243,7 @@ __attribute__((noinline)) void gemm(long M, long N, long K, const float* A, long
 __attribute__((noinline)) void lower(long n, long N, const float* L, long ldl, const float* B, long ldb, float* C, long ldc, Mode mode) {
   for (long r = 0; r < n; r += MR) {
     long m = n - r < MR ? n - r : MR;
-    gemm<false>(m, N, r + m, L + r * ldl, ldl, B, ldb, C + r * ldc, ldc, mode);
+    gemm32<false>(m, N, r + m, L + r * ldl, ldl, B, ldb, C + r * ldc, ldc, mode);
   }
 }
 
@@ -248,7 +251,7 @@ __attribute__((noinline)) void lower(long n, long N, const float* L, long ldl, c
 __attribute__((noinline)) void lower_transposed(long n, long N, const float* L, long ldl, const float* B, long ldb, float* C, long ldc, Mode mode) {
   for (long r = 0; r < n; r += MR) {
     long m = n - r < MR ? n - r : MR;
-    gemm<true>(m, N, n - r, L + r * ldl + r, ldl, B + r * ldb, ldb, C + r * ldc, ldc, mode);
+    gemm32<true>(m, N, n - r, L + r * ldl + r, ldl, B + r * ldb, ldb, C + r * ldc, ldc, mode);
   }
 }
 
@@ -256,7 +259,7 @@ __attribute__((noinline)) void lower_transposed(long n, long N, const float* L, 
 __attribute__((noinline)) void lower_of_product(long n, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc) {
   for (long r = 0; r < n; r += MR) {
     long m = n - r < MR ? n - r : MR;
-    gemm<false>(m, pad(r + m), K, A + r * lda, lda, B, ldb, C + r * ldc, ldc, SET);
+    gemm32<false>(m, pad(r + m), K, A + r * lda, lda, B, ldb, C + r * ldc, ldc, SET);
   }
 }
 

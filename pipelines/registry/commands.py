@@ -60,8 +60,8 @@ def show(name: Name, tracking_uri: TrackingUri = DEFAULT_TRACKING_URI, as_json: 
         typer.echo(f"version {v.number}{aliases}  {created}  run {v.run_id}")
         for metric, value in v.metrics.items():
             typer.echo(f"    {metric:<12} {value:.4g}")
-        for tag, value in sorted(v.tags.items()):
-            typer.echo(f"    {tag:<24} {value}")
+        for tag, said in sorted(v.tags.items()):
+            typer.echo(f"    {tag:<24} {said}")
     for entry in history:
         typer.echo(f"champion {entry['version']}  {entry.get('at', '')}  by {entry.get('by', '?')}: {entry.get('why', '')}")
 

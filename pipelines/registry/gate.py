@@ -29,7 +29,8 @@ from pipelines.forecasting.baselines import LastValue, SeasonalNaive
 from pipelines.forecasting.calendar import natural_cycles
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.job import load_forecaster
-from pipelines.windows import Panel, read_panel
+from pipelines.forecasting.reading import Reading, read_table
+from pipelines.windows import Panel
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 
@@ -41,27 +42,27 @@ class _Strict(pydantic.BaseModel):
 
 
 class WindowRule(_Strict):
-    most: int = pydantic.Field(200, ge=1)
-    least: int = pydantic.Field(20, ge=1)
+    most: int = pydantic.Field(default=200, ge=1)
+    least: int = pydantic.Field(default=20, ge=1)
 
 
 class CoverageRule(_Strict):
-    interval: float = pydantic.Field(80, gt=0, lt=100)
-    least: float = pydantic.Field(0.70, ge=0, le=1)
-    most: float = pydantic.Field(0.90, ge=0, le=1)
+    interval: float = pydantic.Field(default=80, gt=0, lt=100)
+    least: float = pydantic.Field(default=0.70, ge=0, le=1)
+    most: float = pydantic.Field(default=0.90, ge=0, le=1)
 
 
 class SliceRule(_Strict):
     by: tuple[Literal["series", "step"], ...] = ("series", "step")
-    worst: float = pydantic.Field(1.15, gt=0)
-    least_values: int = pydantic.Field(100, ge=1)
+    worst: float = pydantic.Field(default=1.15, gt=0)
+    least_values: int = pydantic.Field(default=100, ge=1)
 
 
 class Rules(_Strict):
     """What the gate asks for; the file `promotion.yaml` in words."""
 
     metric: Metric = "mase"
-    margin: float = pydantic.Field(0.0, ge=0, lt=1)
+    margin: float = pydantic.Field(default=0.0, ge=0, lt=1)
     windows: WindowRule = WindowRule()
     coverage: CoverageRule = CoverageRule()
     slices: SliceRule = SliceRule()
@@ -152,7 +153,11 @@ def compare(
         raise UserError(f"version {new.number} of model {name!r} is {champion} already: there is nothing to compare")
     sides = {v.number: _load(name, v.number, tracking_uri) for v in (new, old) if v is not None}
     model = sides[new.number]
-    table = read_panel([data], frequency=model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column)
+    covariates = dict.fromkeys(n for side in sides.values() for n in side.encoder_.names)
+    table = read_table(
+        data, Reading(), frequency=model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
+        covariates=tuple(covariates),
+    ).panel  # fmt: skip
     before = None if old is None else sides[old.number]
     if before is not None and before.frequency_ != model.frequency_:
         raise UserError(
@@ -164,25 +169,25 @@ def compare(
     known = _known_rows(table, [v.tags.get(tracking.TRAINED_UNTIL) for v in (new, old) if v is not None], look_back)
     origins = _origins(table, known, horizon, rules.windows.most)
     cycles = natural_cycles(table.frequency)
-    real = rolling.truth(table, origins, horizon, cycles[0] if cycles else 1, known)
+    real = rolling.truth(table.aligned()[1], origins, horizon, rolling.season(table.frequency), known)
 
     point, quantile = (a[:, :, :horizon] for a in model.quantiles_at(table, origins))
     levels = model.forecaster_.config.quantiles
-    calibration = rolling.calibration(quantile, levels, real)
+    calibration = _figures(point, quantile, levels, real)
     names = {"challenger": f"{name}/{new.number}"}
-    rows = [{"model": names["challenger"], **rolling.accuracy(point, real), **calibration}]
+    rows: list[dict[str, Any]] = [{"model": names["challenger"], **calibration}]
     if before is not None and old is not None:
         names["champion"] = f"{name}/{old.number}"
         other, other_quantile = (a[:, :, :horizon] for a in before.quantiles_at(table, origins))
         other_levels = before.forecaster_.config.quantiles
-        rows.append({"model": names["champion"], **rolling.accuracy(other, real), **rolling.calibration(other_quantile, other_levels, real)})
+        rows.append({"model": names["champion"], **_figures(other, other_quantile, other_levels, real)})
         sharp: tuple[Any, Any] = ((quantile, levels), (other_quantile, other_levels))
     else:
         names["champion"] = rules.first
         other = _baseline(rules.first, table, origins, horizon, cycles)
         # A baseline has one value: its distribution is that value.
         sharp = ((quantile, levels), (np.repeat(other[..., None], len(levels), 3), levels))
-        rows.append({"model": rules.first, **rolling.accuracy(other, real), **rolling.calibration(sharp[1][0], levels, real)})
+        rows.append({"model": rules.first, **_figures(other, *sharp[1], real)})
 
     score = _scorer(rules.metric, point, other, sharp, real)
     mine, theirs = score(np.s_[:], np.s_[:])
@@ -327,15 +332,24 @@ def _baseline(kind: str, table: Panel, origins: NDArray[np.int64], horizon: int,
     return np.stack([model.forecast(row, origins) for row in y]).astype(np.float64)
 
 
+def _figures(point: Any, quantile: Any, levels: Any, real: rolling.Truth) -> dict[str, float]:
+    """mase, mae, mse, coverage and wql of forecasts point (S, n, H) and quantile (S, n, H, Q)."""
+    series, origins, horizon = point.shape
+    scores = rolling.Scores((rolling.MODEL,), levels, origins, horizon)
+    scores.add([str(i) for i in range(series)], {rolling.MODEL: point}, quantile, real)
+    return {figure: value for figure, value in scores.leaderboard()[0].items() if figure != "model"}
+
+
 def _scorer(metric: str, mine: Any, theirs: Any, sharp: Any, real: rolling.Truth) -> Callable[[Any, Any], tuple[float, float]]:
     """score(series, steps) -> the metric of both sides over those series and steps."""
 
     def score(series: Any, steps: Any) -> tuple[float, float]:
         part = rolling.Truth(real.y[series][:, :, steps], real.scale[series])
-        if metric == "wql":
-            a, b = (rolling.calibration(q[series][:, :, steps], levels, part).get("wql", math.nan) for q, levels in sharp)
-            return a, b
-        return rolling.accuracy(mine[series][:, :, steps], part)[metric], rolling.accuracy(theirs[series][:, :, steps], part)[metric]
+        a, b = (
+            _figures(point[series][:, :, steps], quantile[series][:, :, steps], levels, part).get(metric, math.nan)
+            for point, (quantile, levels) in ((mine, sharp[0]), (theirs, sharp[1]))
+        )
+        return a, b
 
     return score
 

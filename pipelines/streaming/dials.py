@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
+
 from connectors.errors import UserError
 
 # A worker that has not committed for so long is not ready: its source is silent or it hangs.
@@ -23,7 +25,7 @@ class Step:
     counters: Counter[str]
     streams: int
     """Resident streams."""
-    latencies_ms: list[float]
+    latencies_ms: np.ndarray
     """Of each event of the batch: given to the broker, or taken from the source -> forecasts durable."""
     surprise: float
     """Mean over the batch; NaN when nothing was judged."""
@@ -36,8 +38,8 @@ class Step:
         counters = self.counters
         known = {name: float(counters[name]) for name in ("received", "accepted", "late", "duplicate", "alarms")}
         known |= {"streams": float(self.streams), "surprise": self.surprise, "coverage": counters["covered"] / max(counters["judged"], 1)}
-        if self.latencies_ms:
-            known["latency_ms"] = sum(self.latencies_ms) / len(self.latencies_ms)
+        if len(self.latencies_ms):
+            known["latency_ms"] = float(self.latencies_ms.mean())
         if self.lag is not None:
             known["lag"] = float(self.lag)
         return {name: value for name, value in known.items() if value == value}
@@ -150,7 +152,7 @@ class Dials:
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)
-        for latency in step.latencies_ms:
+        for latency in step.latencies_ms.tolist():
             self._latency.observe(latency / 1e3)
         if step.lag is not None:
             self._lag.set(step.lag)
