@@ -435,8 +435,8 @@ class Live:
         ahead = self._policy.frequency.after(np.array([clock.last]), self.model.horizon)
         forecast = self.model.memory.forecast(state.model, torch.from_numpy(self.model.phase(ahead.reshape(-1))).unflatten(0, ahead.shape))
         low, high = self.engine.monitors.interval(state.monitors, forecast)
-        parts = (part[0].double().numpy() for part in (forecast, low, high))
-        self.latest[name] = found = Forecast(name, clock.last, ahead[0], *parts, self.model.version)
+        quantiles, below, above = (part[0].double().numpy() for part in (forecast, low, high))
+        self.latest[name] = found = Forecast(name, clock.last, ahead[0], quantiles, below, above, self.model.version)
         return found
 
     def _export(self, name: str) -> bytes:
