@@ -47,8 +47,8 @@ class Step:
         counters = self.counters
         known = {name: float(counters[name]) for name in ("received", "accepted", "late", "duplicate", "alarms")}
         known |= {"streams": float(self.streams), "surprise": self.surprise, "coverage": counters["covered"] / max(counters["judged"], 1)}
-        if self.latencies_ms:
-            known["latency_ms"] = sum(self.latencies_ms) / len(self.latencies_ms)
+        if len(self.latencies_ms):
+            known["latency_ms"] = float(self.latencies_ms.mean())
         if self.lag is not None:
             known["lag"] = float(self.lag)
         return {name: value for name, value in known.items() if value == value}
