@@ -125,6 +125,12 @@ class Run:
         for first in range(0, len(entries), _METRICS_A_BATCH):
             self.store.client.log_batch(self.id, metrics=entries[first : first + _METRICS_A_BATCH])
 
+    def log_points(self, points: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
+        """Metrics of earlier moments: milliseconds since 1970, step, metrics."""
+        entries = [Metric(key, float(value), moment, step) for moment, step, metrics in points for key, value in metrics.items()]
+        for first in range(0, len(entries), _METRICS_A_BATCH):
+            self.store.client.log_batch(self.id, metrics=entries[first : first + _METRICS_A_BATCH])
+
     def log_dataset(self, frame: pl.DataFrame, *, name: str, source: str, context: str = "training") -> str:
         """Names the data with a digest of its rows; returns the digest."""
         with warnings.catch_warnings():  # MLflow warns that a local path might be two kinds of local source

@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EVERY, EventTime, Frequency, Schedule, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
+from pipelines.streaming.tracked import Receiver, Tracked
 
 if TYPE_CHECKING:
     from pipelines.forecasting.estimator import TitansForecaster
@@ -106,9 +107,9 @@ def run(
     forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a `metrics_port`,
     `/forecast?unique_id=NAME` answers at any time.
 
-    Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
-    checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
-    metrics and `/healthz`, `/readyz` on the loopback interface. Raises UserError.
+    Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the checkpoint when the
+    output is a topic. The run's figures go to the tracking store, when and as soon as it answers. `progress` shows a line on standard
+    error. `metrics_port` serves Prometheus metrics, `/healthz`, `/readyz` and `/forecast` on the loopback interface. Raises UserError.
     """
     # Only here: a worker on a model in hand needs neither MLflow nor the training code.
     from pipelines import tracking
@@ -144,6 +145,17 @@ def run(
         store = CheckpointStore(checkpoint)
         stack.callback(store.close)
         tell = stack.enter_context(Dials(metrics_port, progress))
+        about = {"source": source, "model": model.version, "checkpoint": str(checkpoint), "forecast": forecast, **policy.settings()}
+
+        def connect() -> AbstractContextManager[Receiver]:
+            return tracking.run(tracking.open_store(tracking_uri), "stream", params=about, tags={"kind": "stream"})
+
+        tracked = stack.enter_context(Tracked(connect))
+
+        def report(step: Step) -> None:
+            tell(step)
+            tracked(step)
+
         summary = work(
             model,
             policy,
@@ -154,7 +166,7 @@ def run(
             sinks["dead_letters"],
             max_events=max_events,
             stop=stop,
-            report=tell,
+            report=report,
             answer=tell.answer,
             past=past,
             schedule=schedule,

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -15,9 +17,11 @@ from connectors.errors import UserError
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.sample import hourly_load
 from pipelines.streaming import inspect
+from pipelines.streaming.tracked import Point
 from pipelines.streaming.worker import StreamSummary, run
 
 ROOT = Path(__file__).parents[2]
+POINTS: list[Point] = []
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +40,14 @@ def registered(fitted: TitansForecaster, tmp_path: Path, monkeypatch: pytest.Mon
         config = json.loads((tmp_path / "model/config.json").read_text())
         return tracking.RegisteredForecaster(name, 3, (version,), "run", tmp_path / "model/weights.safetensors", config)
 
+    @contextmanager
+    def tracked_run(store, name, **about):
+        yield SimpleNamespace(log_points=POINTS.extend)
+
     monkeypatch.setattr(tracking, "load_model", load_model)
+    monkeypatch.setattr(tracking, "open_store", lambda uri: uri)
+    monkeypatch.setattr(tracking, "run", tracked_run)
+    POINTS.clear()
     return tmp_path
 
 
@@ -71,6 +82,7 @@ def test_looking_in(registered: Path) -> None:
     checkpoint = registered / "a/c.db"
     listing = inspect.streams(checkpoint)
     assert [row["unique_id"] for row in listing.leaderboard] == ["site-0", "site-1"]
+    assert [point.step for point in POINTS] == [144] and POINTS[0].metrics["streams"] == 2
     assert listing.leaderboard[0]["last"] == "2024-01-03T23:00:00Z" and listing.counters["received"] == 144
     shown = inspect.show(checkpoint, "site-1")
     assert shown["waiting_events"] == [] and "model.centre" in shown["memory"]
