@@ -21,7 +21,10 @@ backward to every parameter, without an optimiser. Times are processor times of 
 caches, not whole turns. Each round runs all sides; a figure is the median over rounds.
 
     figures.w128.{c16,c64}.{boundary,token,matrix_exact}.{forward,train}.vs_*
-        our tokens a second over theirs, 1024 tokens, batch 1
+        our tokens a second over theirs, 1024 tokens, batch 1, everybody in float32; and figures.w128.{c16,c64}.bfloat16.* the same with
+        the layer's option precision="bfloat16" (operands of products rounded, sums, states and gates in float32), the peers as before
+    figures.bars.*
+        the ratios that have a bar, in both precisions, and the first of the two that meets it ("neither" if none does)
     figures.step.*
         one token of one layer with carried state, width 128, chunk 64, token reads: turns of 500 steps after 50, medians of
         turn medians. batch64_over_bandwidth: a stream's step at batch 64, chunk ends staggered, over the time that reading and
@@ -49,6 +52,16 @@ if __package__ in (None, ""):  # run as a file
 from benchmarks import report
 
 HEADS = 4
+FORMS = ("boundary", "token", "matrix_exact")
+PRECISIONS = ("float32", "bfloat16")
+BARS = (  # chunk, form, direction, peer, times as many tokens a second
+    ("c64", "boundary", "train", "titans_pytorch", 6.0),
+    ("c16", "boundary", "train", "titans_pytorch", 14.0),
+    ("c64", "boundary", "train", "titans_pytorch_default", 3.0),
+    ("c64", "token", "train", "titans_pytorch", 3.0),
+    ("c64", "matrix_exact", "forward", "titans_pytorch_default", 8.0),
+    ("c64", "boundary", "forward", "titans_pytorch_default", 4.5),
+)
 
 
 def main() -> None:
@@ -73,6 +86,7 @@ def main() -> None:
         figures |= shares(options.rounds)
     if "layers" in parts:
         figures["w128"] = {f"c{chunk}": compare(128, chunk, 1024, 1, options.rounds) for chunk in (16, 64)}
+        figures["bars"] = bars(figures["w128"])
         if options.grid:
             figures["grid"] = grid()
     if "step" in parts:
@@ -83,16 +97,14 @@ def main() -> None:
 # ------------------------------------------------------------------------------------------------------------------ the sides
 
 
-def ours(width: int, chunk: int, form: str) -> Any:
+def ours(width: int, chunk: int, form: str, precision: str = "float32") -> Any:
     """A NeuralMemory of the given form."""
     from titans_core.config import MemoryConfig
     from titans_core.memory import NeuralMemory
 
-    if form == "matrix_exact":
-        config = MemoryConfig(dim=width, heads=HEADS, rule="exact", chunk=chunk, decay_to_init=False)
-    else:
-        config = MemoryConfig(dim=width, heads=HEADS, rule="deep", chunk=chunk, read="anchor" if form == "boundary" else "after")
-    return NeuralMemory(config)
+    own: dict[str, Any] = {"matrix_exact": {"rule": "exact", "decay_to_init": False}, "boundary": {"rule": "deep", "read": "anchor"}}
+    settings = {"rule": "deep"} if form == "token" else own[form]
+    return NeuralMemory(MemoryConfig(dim=width, heads=HEADS, chunk=chunk, precision=precision, **settings))  # type: ignore[arg-type]
 
 
 class Serving:
@@ -160,11 +172,12 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
 
     x = torch.randn(batch, tokens, width)
     found: dict[str, Any] = {}
+    forms = [(form, precision) for precision in PRECISIONS for form in FORMS]
     for direction in ("forward", "train"):
         sides: dict[str, Callable[[], None]] = {}
-        for form in ("boundary", "token", "matrix_exact"):
-            module = ours(width, chunk, form)
-            sides[form] = (
+        for form, precision in forms:
+            module = ours(width, chunk, form, precision)
+            sides[f"{form} {precision}"] = (
                 Serving(module, batch).forward(x)
                 if direction == "forward"
                 else train(module, lambda m=module: m(x, m.initial_state(batch))[0])
@@ -173,13 +186,29 @@ def compare(width: int, chunk: int, tokens: int, batch: int, rounds: int) -> dic
             module = peer(name, width, chunk)
             sides[name] = forward(module, x) if direction == "forward" else train(module, lambda m=module: m(x)[0])
         seconds = in_turns(f"width {width} chunk {chunk} T {tokens} B {batch} {direction}", sides, rounds, tokens * batch)
-        for form in ("boundary", "token", "matrix_exact"):
-            found.setdefault(form, {})[direction] = {
-                **{f"vs_{name}": over(seconds[name], seconds[form]) for name in PEERS},
-                "tokens_per_s": tokens * batch / statistics.median(seconds[form]),
+        for form, precision in forms:
+            mine = seconds[f"{form} {precision}"]
+            of_precision = found if precision == "float32" else found.setdefault(precision, {})
+            of_precision.setdefault(form, {})[direction] = {
+                **{f"vs_{name}": over(seconds[name], mine) for name in PEERS},
+                "tokens_per_s": tokens * batch / statistics.median(mine),
             }
         for name in PEERS:
             found.setdefault("tokens_per_s", {}).setdefault(name, {})[direction] = tokens * batch / statistics.median(seconds[name])
+    return found
+
+
+def bars(figures: dict[str, Any]) -> dict[str, Any]:
+    """Each bar with our ratio in both precisions, and which of them meets it."""
+    found = {}
+    for chunk, form, direction, against, bar in BARS:
+        ratios = {
+            precision: (figures[chunk] if precision == "float32" else figures[chunk][precision])[form][direction][f"vs_{against}"]
+            for precision in PRECISIONS
+        }
+        met = next((precision for precision in PRECISIONS if ratios[precision] >= bar), "neither")
+        found[f"{chunk}.{form}.{direction}.vs_{against}"] = {"bar": bar, **ratios, "met_with": met}
+        report.progress(f"{chunk} {form} {direction} over {against}: {ratios}, bar {bar}: {met}")
     return found
 
 

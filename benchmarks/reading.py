@@ -2,7 +2,7 @@
 
     python benchmarks/reading.py [--data DIR] [--repeats 7]
 
-Both sides touch every record's id and sequence Rates are MB of uncompressed file per CPU second, the
+Both sides touch every record's id and sequence. Rates are MB of uncompressed file per CPU second, the
 best of the repeats, taken in turns; a ratio is the smaller of two files: one genome in a single record and many short
 records, made from the E. coli and Illumina files (or from a seed when they are absent). The front door checks every
 letter and counts IUPAC codes while it reads; the libraries do not.

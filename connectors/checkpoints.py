@@ -69,7 +69,8 @@ class JournalEntry:
 
 
 class CheckpointStore:
-    """One file, one run. Use it from one thread."""
+    """One file, one run. `accept`, `commit` and `settle` may come from any one thread at a time, `read` and `streams` from another one
+    meanwhile."""
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
@@ -78,7 +79,9 @@ class CheckpointStore:
         self.bytes_written = 0
         self.epoch = 0
         try:
-            self._db = sqlite3.connect(self.path, timeout=LOCK_SECONDS, isolation_level=None)
+            self._db, self._reader = (
+                sqlite3.connect(self.path, timeout=LOCK_SECONDS, isolation_level=None, check_same_thread=False) for _ in range(2)
+            )
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=FULL")
             self._db.executescript(SCHEMA)
@@ -205,12 +208,12 @@ class CheckpointStore:
 
     def read(self, unique_id: str) -> tuple[int, bytes] | None:
         """The snapshot of one stream: the batch after which it was taken, and its bytes."""
-        row = self._db.execute("SELECT batch, state FROM snapshots WHERE unique_id = ?", (unique_id,)).fetchone()
+        row = self._reader.execute("SELECT batch, state FROM snapshots WHERE unique_id = ?", (unique_id,)).fetchone()
         return None if row is None else (row[0], row[1])
 
     def streams(self) -> Iterator[tuple[str, int, int]]:
         """(unique_id, batch of the snapshot, bytes) of every stream with a snapshot, by name."""
-        yield from self._db.execute("SELECT unique_id, batch, length(state) FROM snapshots ORDER BY unique_id")
+        yield from self._reader.execute("SELECT unique_id, batch, length(state) FROM snapshots ORDER BY unique_id")
 
     def forget(self, unique_ids: Sequence[str]) -> int:
         """Drop the snapshots of some streams, so that they begin anew; returns how many were there.
@@ -235,6 +238,7 @@ class CheckpointStore:
         return _Transaction(self)
 
     def close(self) -> None:
+        self._reader.close()
         self._db.close()
 
 

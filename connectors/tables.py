@@ -10,7 +10,7 @@ from __future__ import annotations
 import glob
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,12 +78,24 @@ def read(
     return frame
 
 
-def write(frame: pl.DataFrame, uri: str | os.PathLike[str], *, storage_options: Mapping[str, str] | None = None) -> None:
+def write(
+    frame: pl.DataFrame | Iterable[pl.DataFrame],
+    uri: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, str] | None = None,
+) -> None:
     """Write a table, replacing what was there; on local files a reader sees the old table or the new one, never a part.
 
-    PostgreSQL tables are replaced in one transaction. Raises UserError for an address of unknown form.
+    Many frames of one schema are one table. A local Parquet file takes them one after another, a row group each, so that
+    the table need not fit into memory; any other form is put together first. PostgreSQL tables are replaced in one
+    transaction. Raises UserError for an address of unknown form.
     """
     text, options = os.fspath(uri), dict(storage_options or {})
+    if not isinstance(frame, pl.DataFrame):
+        if "://" not in text and text.endswith(".parquet"):
+            _write_file(Path(text), lambda path: _row_groups(frame, path))
+            return
+        frame = pl.concat(frame)
     if text.startswith(("postgresql://", "postgres://")):
         address, table = _postgres(text)
         frame.write_database(table, address, engine="adbc", if_table_exists="replace")
@@ -100,6 +112,28 @@ def write(frame: pl.DataFrame, uri: str | os.PathLike[str], *, storage_options: 
         _write_file(Path(text), frame.write_parquet)
     else:
         raise UserError(f"cannot write '{text}': use .csv, .csv.gz, .parquet, delta://, postgresql:// or s3://")
+
+
+def write_text(text: str, path: Path) -> None:
+    """A text file as `write` writes tables: the old one or the new one, never a part."""
+    _write_file(path, lambda temporary: Path(temporary).write_text(text, encoding="utf-8"))
+
+
+def _row_groups(frames: Iterable[pl.DataFrame], path: str) -> None:
+    """pyarrow's writer, because the bytes of polars' streaming one depend on how many threads the machine has."""
+    from pyarrow import parquet
+
+    writer = None
+    try:
+        for frame in frames:
+            rows = frame.to_arrow()
+            writer = writer or parquet.ParquetWriter(path, rows.schema, compression="zstd")
+            writer.write_table(rows, row_group_size=max(1, len(rows)))
+    finally:
+        if writer is not None:
+            writer.close()
+    if writer is None:
+        raise ValueError("no frame to write")
 
 
 def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.DataFrame:
@@ -121,6 +155,8 @@ def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.
         files = sorted(str(p) for p in path.rglob("*.parquet"))
         if not files:
             raise UserError(f"the folder '{text}' holds no .parquet file")
+        for name in files:
+            _require_parquet(name)
         return pl.read_parquet(files, hive_partitioning=True)
     if glob.has_magic(text):
         files = sorted(glob.glob(text, recursive=True))
@@ -140,6 +176,13 @@ def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.
     if text.endswith(".parquet"):
         return pl.read_parquet(path)
     raise UserError(f"cannot tell the form of '{text}': use .csv, .csv.gz or .parquet")
+
+
+def _require_parquet(name: str) -> None:
+    """Polars tells that a folder cannot be read, and not which file of it."""
+    with open(name, "rb") as file:
+        if file.read(4) != b"PAR1":
+            raise UserError(f"'{name}' is no Parquet file: take it out of the folder, or write it anew")
 
 
 def _dialect(csv: CsvForm | None) -> dict[str, Any]:

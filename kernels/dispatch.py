@@ -1,8 +1,8 @@
 """Chooses the implementation of a memory by device, dtype and shape; what it computes is the same.
 
-    torch    `kernels.linear`, `kernels.mlp`: every rule and option, any device, float32 and float64
+    torch    `kernels.linear`, `.mlp`, `.omega`, `.muon`: every rule and option, any device, float32 and float64
     native   `kernels.native`: float32 on the CPU, built ahead of time; the exact matrix memory and the 2-layer memory
-    triton   `kernels.triton`: CUDA and HIP devices; the matrix memories and the 2-layer memory
+    triton   `kernels.triton`: CUDA and HIP devices; the matrix memories, the 2-layer memory and Newton-Schulz, which is most of Atlas
 
 TETHYS_KERNELS=torch|native|triton overrides the choice. A forced implementation that cannot take a call raises and says why: a run that
 asked for one implementation never silently gets another.
@@ -13,19 +13,32 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from kernels import heads, linear, mlp
+from kernels import heads, linear, mlp, muon, omega
+from kernels import newton_schulz as orthogonalisation
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import Affine, DeepState
+from kernels.muon import AtlasState
 from kernels.network import DEFAULT, Network
+from kernels.omega import OmegaState
+
+Precision = Literal["float32", "bfloat16"]
 
 VARIABLE = "TETHYS_KERNELS"
 NAMES = ("torch", "native", "triton")
 NATIVE_TAPS = 8  # longest convolution of the native form
+FORMS = {  # the implementations each rule has beside torch's
+    "linear_exact": ("native", "triton"),
+    "linear_stale": ("triton",),
+    "deep": ("native", "triton"),
+    "omega_exact": (),
+    "atlas": ("triton",),
+    "newton_schulz": ("triton",),
+}
 TRITON_ROWS = 128  # tokens of a chunk, its window included, and channels of a head that one Triton program holds
 
 
@@ -38,7 +51,7 @@ def forced() -> str | None:
 
 
 def available() -> dict[str, str]:
-    """What runs here and why, by implementation, and the one that float32 tensors get on the CPU and on a GPU."""
+    """What runs here and why, by implementation, the one that float32 tensors get on the CPU and on a GPU, and the same by rule."""
     from kernels import native
 
     status = native.status()
@@ -51,6 +64,9 @@ def available() -> dict[str, str]:
     }
     facts["cpu"] = forced() or ("native" if status.available else "torch")
     facts["gpu"] = forced() or ("none" if not gpu else "triton" if has_triton else "torch")
+    for rule, forms in FORMS.items():
+        places = {place: facts[place] if facts[place] in (*forms, "none") else "torch" for place in ("cpu", "gpu")}
+        facts[rule] = ", ".join(f"{form} on the {place}" for place, form in places.items() if form != "none")
     return facts
 
 
@@ -84,8 +100,9 @@ def linear_exact(
     read: str = "after",
     write: Tensor | None = None,
     decayed_error: bool = False,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, MatrixState]:
-    """As `kernels.linear.linear_exact`."""
+    """As `kernels.linear.linear_exact`. precision: the least that products may have; only the native form uses less than float32."""
 
     def native() -> str:
         from kernels.native import supports_linear
@@ -103,8 +120,8 @@ def linear_exact(
             q, k, v, theta, eta, alpha, state, chunk=chunk, read=read, write=write, decayed_error=decayed_error
         )  # fmt: skip
     linear.check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
-    run = _load(chosen).linear_exact
-    y, new = run(q, k, v, theta, eta, alpha, state, chunk=min(chunk, TRITON_ROWS) if chosen == "triton" else chunk, read=read, write=write)
+    options: dict[str, Any] = {"chunk": chunk, "precision": precision} if chosen == "native" else {"chunk": min(chunk, TRITON_ROWS)}
+    y, new = _load(chosen).linear_exact(q, k, v, theta, eta, alpha, state, read=read, write=write, **options)
     return y, new
 
 
@@ -126,8 +143,8 @@ def linear_stale(
     """As `kernels.linear.linear_stale`."""
 
     def triton() -> str:
-        if loss != "l2" or read == "anchor" or (gamma is not None and write is not None):
-            return "loss 'dot', read 'anchor' and gamma with write have only the torch form"
+        if loss != "l2" or read == "anchor" or (gamma is not None and write is not None) or (alpha is not None and alpha.dim() == 4):
+            return "loss 'dot', read 'anchor', gamma with write and channel-wise forgetting have only the torch form"
         return _triton_takes((q, k, v), (state.W, state.S, state.anchor), chunk=chunk + state.keys.shape[2])
 
     chosen = choose("linear_stale", q.device, lambda: "the chunk-start matrix memory has no native form", triton)
@@ -155,8 +172,9 @@ def deep(
     write: Tensor | None = None,
     gamma: Tensor | None = None,
     exact_last: bool = False,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, DeepState]:
-    """As `kernels.mlp.deep`."""
+    """As `kernels.mlp.deep`; precision as in `linear_exact`."""
 
     def native() -> str:
         from kernels.native import supports_deep
@@ -180,10 +198,72 @@ def deep(
         )  # fmt: skip
     mlp.check(q, k, v, theta, eta, alpha, state, init, chunk, network, read, gamma, exact_last)
     options: dict[str, Any] = {"init": init, "chunk": chunk, "network": network, "affine": affine, "read": read, "write": write}
-    if chosen == "triton":
-        options["gamma"] = gamma
+    options |= {"gamma": gamma} if chosen == "triton" else {"precision": precision}
     y, new = _load(chosen).deep(q, k, v, theta, eta, alpha, state, **options)
     return y, new
+
+
+def omega_exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    gamma: Tensor,
+    state: OmegaState,
+    *,
+    chunk: int = 16,
+    read: str = "after",
+    write: Tensor | None = None,
+) -> tuple[Tensor, OmegaState]:
+    """As `kernels.omega.omega_exact`, which has the torch form only."""
+    choose("omega_exact", q.device, lambda: "the exact Omega rule has no native form", lambda: "the exact Omega rule has no Triton form")
+    return omega.omega_exact(q, k, v, theta, eta, alpha, gamma, state, chunk=chunk, read=read, write=write)
+
+
+def atlas(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    eta: Tensor | None,
+    alpha: Tensor | None,
+    state: AtlasState,
+    *,
+    init: Sequence[Tensor] | None,
+    chunk: int = 16,
+    every: int = 1,
+    network: Network = DEFAULT,
+    affine: Affine = None,
+    gamma: Tensor | None = None,
+    read: str = "after",
+    write: Tensor | None = None,
+) -> tuple[Tensor, AtlasState]:
+    """As `kernels.muon.atlas`: the torch form around the chosen `newton_schulz`, which is nearly all of its arithmetic."""
+
+    def triton() -> str:
+        return next((reason for s in state.S if (reason := _triton_orthogonalises(s))), "")
+
+    choose("atlas", q.device, lambda: "Atlas has no native form", triton)
+    return muon.atlas(
+        q, k, v, theta, eta, alpha, state, init=init, chunk=chunk, every=every, network=network, affine=affine, gamma=gamma, read=read,
+        write=write, orthogonalise=newton_schulz,
+    )  # fmt: skip
+
+
+def newton_schulz(S: Tensor) -> Tensor:
+    """As `kernels.newton_schulz.newton_schulz`."""
+    chosen = choose("newton_schulz", S.device, lambda: "Newton-Schulz has no native form", lambda: _triton_orthogonalises(S))
+    X: Tensor = orthogonalisation.newton_schulz(S) if chosen == "torch" else _load(chosen).newton_schulz(S)
+    return X
+
+
+def _triton_orthogonalises(S: Tensor) -> str:
+    """Empty if the Triton form of Newton-Schulz can take S, else why not."""
+    if min(S.shape[-2:]) > TRITON_ROWS:
+        return f"Triton orthogonalises matrices whose smaller side is at most {TRITON_ROWS}, not {tuple(S.shape[-2:])}"
+    return _triton_takes((), (S,), chunk=0)
 
 
 def conv_heads(u: Tensor, tail: Tensor, weight: Tensor, count: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,7 +301,7 @@ def _triton_takes(tokens: Sequence[Tensor], state: Sequence[Tensor], chunk: int)
         return f"Triton states are float32, not {state[0].dtype}"
     if any(x.dtype not in (torch.float32, torch.bfloat16, torch.float16) for x in tokens):
         return f"Triton reads float32, bfloat16 and float16, not {tokens[0].dtype}"
-    if max(x.shape[-1] for x in tokens) > TRITON_ROWS or chunk > TRITON_ROWS:
+    if max((x.shape[-1] for x in tokens), default=0) > TRITON_ROWS or chunk > TRITON_ROWS:
         return (
             f"a Triton program holds heads of at most {TRITON_ROWS} channels and chunks, window included, of at most {TRITON_ROWS} tokens"
         )

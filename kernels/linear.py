@@ -12,6 +12,8 @@ The arithmetic is that of the state's dtype (float32; float64 in tests); y comes
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from kernels.coefficients import KEEP_FLOOR, Coefficients, clamp_gates, coeffici
 from kernels.grid import Grid, check_phase, fixed_grid, part_of, phased_grid
 
 READS = ("after", "before", "anchor")
+WEIGHTS = {"W", "S", "anchor"}  # the parts of a state that have the memory's rows
 BLOCK = 32  # chunks computed at once without autograd: their intermediate arrays stay in the cache, and memory does not grow with T
 
 
@@ -78,8 +81,8 @@ def linear_exact(
 ) -> tuple[Tensor, MatrixState]:
     """The generalised delta rule with momentum and decay, exactly; the chunk size changes the speed and nothing else.
 
-    eta None: no momentum. alpha None: no decay; alpha (B, H, T, d_v): a forget gate for each output row (Titans NeurIPS section 2.1), see
-    `_channelwise`. write (B, T) bool, False: the token reads and leaves the state exactly as it was. read: "after" or "before" the write.
+    eta None: no momentum. alpha None: no decay; alpha (B, H, T, d_v): a forget gate for each output row, see `by_row`.
+    write (B, T) bool, False: the token reads and leaves the state exactly as it was. read: "after" or "before" the write.
     decayed_error: the error is that of (1 - alpha_t) W_{t-1}, which makes eta=None Gated DeltaNet.
 
     With per-chunk matrices (rows t, Gp etc. the coefficients before token t, see `kernels.coefficients`):
@@ -89,7 +92,8 @@ def linear_exact(
     """
     check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
     if alpha is not None and alpha.dim() == 4:
-        return _channelwise(q, k, v, theta, eta, alpha, state, min(chunk, 16), read, write, decayed_error)
+        rule = partial(linear_exact, chunk=min(chunk, 16), read=read, write=write, decayed_error=decayed_error)
+        return by_row(rule, q, k, v, theta, eta, alpha, state)  # type: ignore[no-any-return]
     dtype, B, H, T = state.W.dtype, *theta.shape
     if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
@@ -143,8 +147,9 @@ def linear_stale(
 
         E = K W_a^T - V   (loss "l2")      E = -V   (loss "dot", -<W k, v>: linear attention; then nothing is approximate)
 
-    and the rest as `linear_exact`. gamma (B, H, T, c): the Omega rule; each token descends the loss of the last c tokens, weighted by lag,
-    the carried tokens re-evaluated at the current anchor (ATLAS Eq. 16); c - 1 must be the length of state.keys.
+    and the rest as `linear_exact`, channel-wise forgetting included. gamma (B, H, T, c): the Omega rule; each token descends the
+    loss of the last c tokens, weighted by lag, the carried tokens re-evaluated at the current anchor (ATLAS Eq. 16); c - 1 must be
+    the length of state.keys.
     read: "after" or "before" the write, or "anchor": the weights the chunk began with.
     Equal to `linear_exact` only for chunk = 1 (and loss "l2").
     """
@@ -152,6 +157,9 @@ def linear_stale(
     if loss not in ("l2", "dot"):
         raise ValueError(f"linear_stale: loss is 'l2' or 'dot', not {loss!r}")
     check_window(gamma, state.keys, "linear_stale")
+    if alpha is not None and alpha.dim() == 4:
+        rule = partial(linear_stale, chunk=chunk, read=read, write=write, loss=loss)
+        return by_row(rule, q, k, v, theta, eta, alpha, state, gamma)  # type: ignore[no-any-return]
     dtype, B, H, T = state.W.dtype, *theta.shape
     if T == 0 or B == 0:  # no token or no stream
         return torch.zeros_like(v), state
@@ -392,35 +400,44 @@ def _exact_step(
     return y.to(v.dtype), MatrixState(W=W, S=S)
 
 
-def _channelwise(
+def by_row(
+    rule: Callable[..., tuple[Tensor, Any]],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     theta: Tensor,
     eta: Tensor | None,
     alpha: Tensor,
-    state: MatrixState,
-    chunk: int,
-    read: str,
-    write: Tensor | None,
-    decayed_error: bool,
-) -> tuple[Tensor, MatrixState]:
-    """alpha (B, H, T, d_v): the output rows of a matrix memory never mix, so each row is a memory of its own with d_v = 1.
+    state: Any,
+    gamma: Tensor | None = None,
+) -> tuple[Tensor, Any]:
+    """Channel-wise forgetting, alpha (B, H, T, d_v): a gate for each output row (Titans NeurIPS section 2.1; papers D.2).
 
-    Costs d_v times the chunk matrices of the scalar gate, hence the small chunk.
+    The output rows of a matrix memory never mix, whatever the rule, so each row is a memory of its own with d_v = 1: `rule` sees H * d_v heads,
+    and with an Omega window gamma besides. state: a MatrixState, StaleState or OmegaState, and so is the one that comes back.
+    Costs d_v times the chunk matrices of the scalar gate: chunks should be small where the rule leaves them free.
     """
     B, H, T, d_v = v.shape
+    fields = set(state._fields)
 
-    def per_row(x: Tensor) -> Tensor:  # (B, H, T, ...) -> (B, H * d_v, T, ...)
+    def each(x: Tensor) -> Tensor:  # (B, H, ...) -> (B, H * d_v, ...): all rows of a head share it
         return x.unsqueeze(2).expand(B, H, d_v, *x.shape[2:]).flatten(1, 2)
 
-    rows = MatrixState(W=state.W.flatten(1, 2).unsqueeze(-2), S=state.S.flatten(1, 2).unsqueeze(-2))
-    y, rows = linear_exact(
-        per_row(q), per_row(k), v.mT.reshape(B, H * d_v, T, 1), per_row(theta), None if eta is None else per_row(eta),
-        alpha.mT.reshape(B, H * d_v, T), rows, chunk=chunk, read=read, write=write, decayed_error=decayed_error,
+    def own(x: Tensor) -> Tensor:  # (B, H, n, d_v) -> (B, H * d_v, n, 1)
+        return x.mT.reshape(B, H * d_v, x.shape[2], 1)
+
+    rows = {name: getattr(state, name).flatten(1, 2).unsqueeze(-2) for name in WEIGHTS & fields}
+    if "keys" in fields:
+        rows |= {"keys": each(state.keys), "values": own(state.values)}
+    y, new = rule(
+        each(q), each(k), own(v), each(theta), None if eta is None else each(eta), own(alpha).squeeze(-1), state=state._replace(**rows),
+        **({} if gamma is None else {"gamma": each(gamma)}),
     )  # fmt: skip
-    W, S = (x.view(B, H, d_v, -1) for x in rows)
-    return y.view(B, H, d_v, T).mT, MatrixState(W=W, S=S)
+    back = {name: getattr(new, name).view(B, H, d_v, k.shape[-1]) for name in WEIGHTS & fields}
+    if "keys" in fields:
+        c = state.keys.shape[2]
+        back |= {"keys": new.keys.view(B, H, d_v, c, k.shape[-1])[:, :, 0], "values": new.values.view(B, H, d_v, c).mT}
+    return y.view(B, H, d_v, T).mT, new._replace(**back)
 
 
 def check(

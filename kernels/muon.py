@@ -16,7 +16,7 @@ Only chunk = 1, every = 1 is the per-token recurrence with true gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,8 +68,10 @@ def atlas(
     gamma: Tensor | None = None,
     read: str = "after",
     write: Tensor | None = None,
+    orthogonalise: Callable[[Tensor], Tensor] = newton_schulz,
 ) -> tuple[Tensor, AtlasState]:
-    """Arguments as `kernels.mlp.deep`; every: tokens a Muon write gathers, a divisor of chunk. theta about 1e-2 to 1e-3: its size is the
+    """Arguments as `kernels.mlp.deep`; every: tokens a Muon write gathers, a divisor of chunk; orthogonalise: the form of `newton_schulz`
+    that runs. theta about 1e-2 to 1e-3: its size is the
     size of the write, whatever the surprise.
 
     Forms one momentum matrix a write and one weight matrix a token: keep chunks and widths small where every = 1.
@@ -95,6 +97,7 @@ def atlas(
         y, state = _piece(
             q[:, :, part], k[:, :, part], v[:, :, part], theta[:, :, part], part_of(eta, part), part_of(alpha, part),
             state, init, chunk, every, network, affine, part_of(gamma, part), read, None if write is None else write[:, part],
+            orthogonalise,
         )  # fmt: skip
         outputs.append(y)
         at += size
@@ -122,6 +125,7 @@ def _piece(
     gamma: Tensor | None,
     read: str,
     write: Tensor | None,
+    orthogonalise: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, AtlasState]:
     """n tokens inside one chunk. Gates (B, H, n, L)."""
     dtype = state.W[0].dtype
@@ -157,7 +161,7 @@ def _piece(
         versions = [W]
         keep, step = state.keep[..., i], state.step[..., i]
         done = 0
-        orthogonal = _orthogonalise(S[:, :, : len(ends)]) if ends else S
+        orthogonal = _recomputed(orthogonalise, S[:, :, : len(ends)]) if ends else S
         for j, end in enumerate(ends):
             for t in range(done, end + 1):
                 keep, step = keep * keep_of[:, :, t].to(dtype), step * keep_of[:, :, t].to(dtype) + theta[:, :, t, i].to(dtype)
@@ -204,11 +208,11 @@ def _piece(
     return y.to(v.dtype), new
 
 
-def _orthogonalise(S: Tensor) -> Tensor:
+def _recomputed(orthogonalise: Callable[[Tensor], Tensor], S: Tensor) -> Tensor:
     """NS of every momentum matrix; recomputed in the backward pass, which would otherwise keep three matrices an iteration."""
     if torch.is_grad_enabled() and S.requires_grad:
-        return checkpoint(newton_schulz, S, use_reentrant=False)
-    return newton_schulz(S)
+        return checkpoint(orthogonalise, S, use_reentrant=False)
+    return orthogonalise(S)
 
 
 def _only(write: Tensor, new: AtlasState, old: AtlasState) -> AtlasState:

@@ -14,6 +14,7 @@ per-token one; the chunk-start form needs steps smaller by the chunk.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from kernels.grid import fixed_grid, part_of
 from kernels.linear import (
     BLOCK,
     StaleState,
+    by_row,
     carry_window,
     cast_block,
     check,
@@ -72,11 +74,14 @@ def omega_exact(
 ) -> tuple[Tensor, OmegaState]:
     """q, k (B, H, T, d_k), v (B, H, T, d_v), theta, eta, alpha (B, H, T), gamma (B, H, T, c) by lag -> y (B, H, T, d_v), state.
 
-    eta None: no momentum; alpha None: no decay. read: "after" or "before" the write. write (B, T) bool, False: the token reads and leaves
-    state and window as they were. The chunk size changes the speed and nothing else.
+    eta None: no momentum; alpha None: no decay; alpha (B, H, T, d_v): a forget gate for each output row. read: "after" or
+    "before" the write. write (B, T) bool, False: the token reads and leaves state and window as they were.
+    The chunk size changes the speed and nothing else.
     """
     check(q, k, v, theta, eta, alpha, state.W, chunk, read, ("after", "before"))
     check_window(gamma, state.keys, "omega_exact")
+    if alpha is not None and alpha.dim() == 4:
+        return by_row(partial(omega_exact, chunk=chunk, read=read, write=write), q, k, v, theta, eta, alpha, state, gamma)  # type: ignore[no-any-return]
     dtype, B, H, T = state.W.dtype, *theta.shape
     c = gamma.shape[-1]
     if T == 0 or B == 0:  # no token or no stream
@@ -115,11 +120,11 @@ def omega_exact(
     def by_lag(G: Tensor) -> Tensor:  # (N, B * H, n, n) -> (N, B * H, n, n * c)
         return (G.unsqueeze(-1) * lags).flatten(-2)
 
-    def by_row(x: Tensor, dim: int) -> Tensor:  # every lag of a token meets the same weights
+    def each_lag(x: Tensor, dim: int) -> Tensor:  # every lag of a token meets the same weights
         return x.to(dtype).repeat_interleave(c, dim)
 
-    right = torch.cat([by_row(before.b, -1).unsqueeze(-1) * K, by_row(before.f, -1).unsqueeze(-1) * K, V], -1)
-    system = (K @ K.mT) * by_row(by_lag(before.G), -2)
+    right = torch.cat([each_lag(before.b, -1).unsqueeze(-1) * K, each_lag(before.f, -1).unsqueeze(-1) * K, V], -1)
+    system = (K @ K.mT) * each_lag(by_lag(before.G), -2)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     reader, target = solved.split([2 * K.shape[-1], V.shape[-1]], -1)
     block = cast_block(block._replace(G=by_lag(block.G), GS=by_lag(block.GS)), dtype)

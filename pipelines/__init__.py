@@ -2,3 +2,5 @@
 
 DEFAULT_TRACKING_URI = "sqlite:///runs/tethys.db"
 """Where runs and models are kept unless told otherwise: one SQLite file below the working folder, no server."""
+DEFAULT_ALIAS = "challenger"
+"""The alias that a newly trained version gets, and the version that every command works with unless told otherwise."""

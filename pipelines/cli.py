@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from connectors.errors import UserError
-from pipelines import DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
 from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
 
@@ -50,6 +50,14 @@ class Block(StrEnum):
     mal = "mal"
 
 
+class CalendarName(StrEnum):
+    hour = "hour"
+    weekday = "weekday"
+    monthday = "monthday"
+    month = "month"
+    year = "year"
+
+
 Data = Annotated[
     str,
     typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI."),
@@ -72,6 +80,10 @@ TrackingUri = Annotated[
         envvar="MLFLOW_TRACKING_URI", help="MLflow store: a SQLite file, or the address of a tracking server."
     ),
 ]
+FutureCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known ahead (price, promotion); repeatable.")]
+HistoricCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known once it happened; repeatable.")]
+StaticCovariate = Annotated[list[str] | None, typer.Option(help="Column with one value a series; repeatable.")]
+CalendarFeature = Annotated[list[CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -89,6 +101,7 @@ def demo(
 
 
 @app.command(epilog="Example: tethys train sales.parquet --frequency 1d --look-back 56 --horizon 28 --model-name sales")
+@forecasting.reads_a_table
 def train(
     data: Data,
     id_column: IdColumn = "unique_id",
@@ -98,7 +111,7 @@ def train(
     look_back: LookBack = 96,
     horizon: Horizon = 24,
     model_name: ModelName = "forecaster",
-    alias: Annotated[str, typer.Option(help="Alias that the new version gets.")] = "challenger",
+    alias: Annotated[str, typer.Option(help="Alias that the new version gets.")] = DEFAULT_ALIAS,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     executor: Annotated[
         Executor, typer.Option(help="Where tables are read: in this process, or a Ray task for each.")
@@ -110,7 +123,12 @@ def train(
     blocks: Annotated[
         list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
     ] = None,
+    future_covariate: FutureCovariate = None,
+    historic_covariate: HistoricCovariate = None,
+    static_covariate: StaticCovariate = None,
+    calendar: CalendarFeature = None,
     as_json: Json = False,
+    reading: Any = None,
 ) -> None:
     """Train a forecaster, compare it with baselines on rolling origins, log the run and register the model."""
     from pipelines.forecasting import job
@@ -130,11 +148,17 @@ def train(
         seed=seed,
         output=output,
         blocks=tuple(block.value for block in blocks or ()),
+        reading=reading,
+        future=tuple(future_covariate or ()),
+        historic=tuple(historic_covariate or ()),
+        static=tuple(static_covariate or ()),
+        calendar=tuple(feature.value for feature in calendar or ()),
     )
     _show(result, as_json)
 
 
-@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8")
+@app.command(epilog="Example: tethys backtest sales.parquet --frequency 1d --model-name sales --origins 8 --report out.html")
+@forecasting.reads_a_table
 def backtest(
     data: Data,
     id_column: IdColumn = "unique_id",
@@ -142,13 +166,15 @@ def backtest(
     target_column: TargetColumn = "y",
     frequency: Frequency = None,
     model_name: ModelName = "forecaster",
-    version: Version = "challenger",
+    version: Version = DEFAULT_ALIAS,
     origins: Annotated[
         int, typer.Option(min=1, help="Forecasts of each series, one horizon apart, the last one at its end.")
     ] = 4,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[Path, typer.Option(help="Folder for the leaderboard and the forecasts.")] = Path("runs/backtest"),
+    report: Annotated[Path | None, typer.Option(help="HTML page to write; report.html in the folder when not given.")] = None,
     as_json: Json = False,
+    reading: Any = None,
 ) -> None:
     """Compare a registered forecaster with the baselines on rolling origins of a table."""
     from pipelines.forecasting import job
@@ -164,6 +190,8 @@ def backtest(
         origins=origins,
         tracking_uri=tracking_uri,
         output=output,
+        report=report,
+        reading=reading,
     )
     _show(result, as_json)
 
@@ -171,6 +199,7 @@ def backtest(
 @forecasting.forecasts.command(
     "table", epilog="Example: tethys forecast sales.parquet --model-name sales --output forecast.parquet"
 )
+@forecasting.reads_a_table
 def forecast(
     data: Data,
     id_column: IdColumn = "unique_id",
@@ -181,12 +210,13 @@ def forecast(
         int | None, typer.Option(min=1, help="Steps to forecast; the model's own horizon when not given.")
     ] = None,
     model_name: ModelName = "forecaster",
-    version: Version = "challenger",
+    version: Version = DEFAULT_ALIAS,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[
         str, typer.Option(help="Table to write: .parquet, .csv or a URI; replaced as a whole.")
     ] = "runs/forecast.parquet",
     as_json: Json = False,
+    reading: Any = None,
 ) -> None:
     """Forecast every series of a table with a registered model."""
     from pipelines.forecasting import job
@@ -202,24 +232,72 @@ def forecast(
         version=version,
         tracking_uri=tracking_uri,
         output=output,
+        reading=reading,
     )
     _show(result, as_json)
+
+
+@forecasting.forecasts.command(
+    "missing-future", epilog="Example: tethys forecast missing-future sales.parquet --future-table prices.csv --model-name sales"
+)
+@forecasting.reads_a_table
+def missing_future(
+    data: Data,
+    id_column: IdColumn = "unique_id",
+    time_column: TimeColumn = "ds",
+    target_column: TargetColumn = "y",
+    model_name: ModelName = "forecaster",
+    version: Version = DEFAULT_ALIAS,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    output: Annotated[str | None, typer.Option(help="Table to write the rows to, to be filled in; shown when not given.")] = None,
+    as_json: Json = False,
+    reading: Any = None,
+) -> None:
+    """List the rows of the horizon whose covariates are not known yet, for every series of a table."""
+    from connectors import tables
+    from pipelines.forecasting import job
+
+    lacking = job.missing_future(
+        data,
+        id_column=id_column or None,
+        time_column=time_column,
+        target_column=target_column,
+        model_name=model_name,
+        version=version,
+        tracking_uri=tracking_uri,
+        reading=reading,
+    )
+    if output is not None:
+        tables.write(lacking, output)
+    if as_json:
+        _print_json({"missing": lacking.height, "rows": [] if output else lacking.to_dicts(), "output": output})
+        return
+    if output is None:
+        _print_table([{"unique_id": name, "ds": str(ds)} for name, ds in lacking.select("unique_id", "ds").iter_rows()])
+    typer.echo(f"{lacking.height} rows missing" + (f", written to {output}" if output else ""))
 
 
 @app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
     source: Annotated[
-        str, typer.Argument(help="Rows to read: a .csv or .ndjson file, - for standard input, or kafka://HOST:PORT/TOPIC.")
+        str,
+        typer.Argument(
+            help="Rows to read: a .csv or .ndjson file, - for standard input, kafka://HOST:PORT/TOPIC, redis://HOST:PORT/STREAM, "
+            "nats://HOST:PORT/STREAM, mqtt://HOST:PORT/TOPIC, or postgresql://USER@HOST:PORT/DATABASE?table=NAME."
+        ),
     ],
     checkpoint: Annotated[
         Path, typer.Option(help="SQLite file of positions and memories; a second start continues from it.")
     ] = Path("runs/stream.db"),
     output: Annotated[
         str,
-        typer.Option(help="Where forecasts are appended: .ndjson, .csv, a folder ending in .parquet, or a Kafka topic."),
+        typer.Option(help="Where forecasts are appended: .ndjson, .csv, a folder ending in .parquet, or a broker as for the source."),
     ] = "runs/forecasts.ndjson",
     history: Annotated[
         str | None, typer.Option(help="Table that every memory reads before the first row, when the checkpoint is new.")
+    ] = None,
+    covariates: Annotated[
+        str | None, typer.Option(help="Table of covariates, a row a stream and step, past and to come; read again when it changes.")
     ] = None,
     id_column: IdColumn = "unique_id",
     time_column: TimeColumn = "ds",
@@ -228,7 +306,7 @@ def stream(
         str, typer.Option(help="Column of event ids, where there is one; repeats are dropped.")
     ] = "event_id",
     model_name: ModelName = "forecaster",
-    version: Version = "challenger",
+    version: Version = DEFAULT_ALIAS,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     follow: Annotated[bool, typer.Option("--follow", help="Go on when the present end is reached, until a signal.")] = False,
     grace: Annotated[
@@ -264,6 +342,7 @@ def stream(
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
         history=history,
+        covariates=covariates,
     )
     _show(result, as_json)
 

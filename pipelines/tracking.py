@@ -58,7 +58,6 @@ EXPERIMENT = "tethys"
 # MLflow refuses larger batches.
 _METRICS_A_BATCH = 1000
 _SQLITE = "sqlite:///"
-_ENTRY_FILE = "forecaster.py"
 
 # They announce every table and every check that they make.
 for _chatty in ("alembic", "mlflow.store.db.utils", "mlflow.pyfunc"):
@@ -205,7 +204,7 @@ def register_forecaster(
     """
     import polars.selectors as cs
 
-    entry = _entry_file()
+    entry = project_file("models/forecaster.py")
     # Stamps go in as text: MLflow's own datetime type refuses a zone, and JSON has text only.
     inputs = input_example.with_columns(cs.datetime().dt.strftime("%Y-%m-%dT%H:%M:%SZ")).to_pandas()
     signature = mlflow.models.infer_signature(inputs, output_example.to_pandas(), params=dict(params))
@@ -230,10 +229,12 @@ def register_forecaster(
     return load_model(name, version.version, run.store.uri)
 
 
-def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKING_URI) -> RegisteredForecaster:
-    """The files of a registered version; `version` is its number or an alias.
+def load_model(
+    name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKING_URI, *, kind: str = "forecaster"
+) -> RegisteredForecaster:
+    """The files of a registered version; `version` is its number or an alias, `kind` what it must be.
 
-    Raises UserError, naming what exists, for an unknown store, model, version or alias.
+    Raises UserError, naming what exists, for an unknown store, model, version or alias, and for a model of another kind.
     """
     client = _existing(tracking_uri)
     found = _find_version(client, name, str(version), tracking_uri)
@@ -242,6 +243,8 @@ def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKI
     )
     artifacts = folder / "artifacts"
     config = json.loads((artifacts / "config.json").read_text())
+    if (found_kind := config.get("kind", "forecaster")) != kind:
+        raise UserError(f"model {name!r} is a {found_kind}, and a {kind} is asked for: name one of those (tethys models list)")
     weights = sorted(artifacts.glob("*.safetensors"))
     if len(weights) != 1:
         raise UserError(
@@ -251,6 +254,48 @@ def load_model(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKI
     return RegisteredForecaster(
         name, int(found.version), tuple(sorted(found.aliases)), found.run_id, weights[0], config
     )
+
+
+def register_classifier(
+    run: Run,
+    weights: str | Path,
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    alias: str | None,
+    card: str,
+    input_example: pl.DataFrame,
+    output_example: pl.DataFrame,
+    metrics: Mapping[str, float],
+) -> int:
+    """Logs a sequence classifier (safetensors, configuration with the class names in order, model card in Markdown) as a model
+    of the run, registers it as a new version, moves the alias to it; returns the version.
+
+    The two examples, a column `sequence` and the answer to it, make the signature.
+    """
+    inputs = input_example.to_pandas()
+    with warnings.catch_warnings():  # MLflow warns that whole numbers cannot be missing: a length never is
+        warnings.simplefilter("ignore", UserWarning)
+        signature = mlflow.models.infer_signature(inputs, output_example.to_pandas())
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {"config": Path(folder) / "config.json", "card": Path(folder) / "model_card.md"}
+        paths["config"].write_text(json.dumps({"kind": "classifier", **config}, indent=2, sort_keys=True) + "\n")
+        paths["card"].write_text(card)
+        info = mlflow.pyfunc.log_model(
+            name="classifier",
+            python_model=str(project_file("models/classifier.py")),
+            artifacts={"weights": str(weights), **{key: str(path) for key, path in paths.items()}},
+            signature=signature,
+            input_example=inputs,
+            pip_requirements=[_requirement()],
+        )
+    mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
+    client = run.store.client
+    version = mlflow.register_model(f"models:/{info.model_id}", name, tags={"classes": ",".join(config["classes"])})
+    client.update_model_version(name, version.version, description=card[:5000])  # a column of the registry holds no more
+    if alias is not None:
+        client.set_registered_model_alias(name, alias, version.version)
+    return int(version.version)
 
 
 def list_models(tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]]:
@@ -318,13 +363,13 @@ def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
     return str(existing.experiment_id)
 
 
-def _entry_file() -> Path:
-    """The models-from-code file: in the checkout, or where the wheel put it."""
+def project_file(name: str) -> Path:
+    """A file of the folder `mlflow/` (`models/forecaster.py`): in the checkout, or where the wheel put it."""
     here = Path(__file__).resolve().parent
-    for path in (here.parent / "mlflow" / "models" / _ENTRY_FILE, here / "models_from_code" / _ENTRY_FILE):
+    for path in (here.parent / "mlflow" / name, here / "mlflow_files" / name):
         if path.is_file():
             return path
-    raise UserError(f"mlflow/models/{_ENTRY_FILE} is missing beside {here}: install the project again")
+    raise UserError(f"mlflow/{name} is missing beside {here}: install the project again")
 
 
 def _requirement() -> str:

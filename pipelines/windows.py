@@ -53,6 +53,7 @@ class Panel:
         table).
     observed: (R,) bool.
     offsets: (S + 1,) int64.
+    covariates: the other columns that were asked for, a row each (R of them), null where the table has no row; None: none.
     frequency: the step of the grid: a number and a unit out of ms, s, m, h, d, b (business days, Monday to Friday), w,
         mo, q, y, or i for whole numbers ("1h", "15m", "1i").
     """
@@ -63,6 +64,7 @@ class Panel:
     observed: NDArray[np.bool_]
     offsets: NDArray[np.int64]
     frequency: str
+    covariates: pl.DataFrame | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -87,6 +89,27 @@ class Panel:
         observed. Raises UserError where two series share the frequency but not the grid (one on the hour, one on the
         half hour).
         """
+        grid, where = self._common()
+        y = np.full((len(self), len(grid)), np.nan)
+        observed = np.zeros((len(self), len(grid)), dtype=bool)
+        for i, at in enumerate(where):
+            rows = self.rows(i)
+            at = int(at)
+            y[i, at : at + rows.stop - rows.start] = self.y[rows]
+            observed[i, at : at + rows.stop - rows.start] = self.observed[rows]
+        return grid, y, observed
+
+    def on_common_grid(self, values: NDArray[np.float32], which: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Rows (R, K) of the flat arrays as `aligned` lays them, for the series `which`: (n, T, K), zero where a series has no row."""
+        grid, where = self._common()
+        out = np.zeros((len(which), len(grid), values.shape[1]), dtype=np.float32)
+        for place, i in enumerate(which):
+            rows, at = self.rows(int(i)), int(where[i])
+            out[place, at : at + rows.stop - rows.start] = values[rows]
+        return out
+
+    def _common(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The grid from the earliest stamp to the latest, and where on it each series begins."""
         first, last = self.ds[self.offsets[:-1]], self.ds[self.offsets[1:] - 1]
         start = int(np.argmin(first))
         steps = int(position(np.array([last.max()]), first[start], self.frequency)[0][0]) + 1
@@ -99,21 +122,22 @@ class Panel:
                 f"{self.ids[start]!r} "
                 f"({int((~fits).sum())} of {len(self)} series): run these series in a job of their own"
             )
-        y = np.full((len(self), len(grid)), np.nan)
-        observed = np.zeros((len(self), len(grid)), dtype=bool)
-        for i, at in enumerate(where):
-            rows = self.rows(i)
-            at = int(at)
-            y[i, at : at + rows.stop - rows.start] = self.y[rows]
-            observed[i, at : at + rows.stop - rows.start] = self.observed[rows]
-        return grid, y, observed
+        return grid, where
+
+    def take(self, keep: Sequence[NDArray[np.int64]], ids: Sequence[str]) -> Panel:
+        """The rows `keep` of each of the series `ids` as a panel; each must be a run of rows of one series."""
+        index = np.concatenate([*keep, np.empty(0, dtype=np.int64)])
+        offsets = np.concatenate([[0], np.cumsum([len(k) for k in keep])]).astype(np.int64)
+        covariates = None if self.covariates is None else self.covariates[index]
+        return Panel(tuple(ids), self.ds[index], self.y[index], self.observed[index], offsets, self.frequency, covariates)
 
     def frame(self) -> pl.DataFrame:
-        """The long frame again (`unique_id, ds, y`), with a null `y` where nothing was observed."""
+        """The long frame again (`unique_id, ds, y`, covariates), with a null `y` where nothing was observed."""
         ids = pl.Series("unique_id", np.repeat(np.arange(len(self)), self.lengths)).replace_strict(
             np.arange(len(self)), list(self.ids), return_dtype=pl.String
         )
-        return pl.DataFrame({"unique_id": ids, "ds": self.ds, "y": pl.Series(self.y).fill_nan(None)})
+        long = pl.DataFrame({"unique_id": ids, "ds": self.ds, "y": pl.Series(self.y).fill_nan(None)})
+        return long if self.covariates is None else long.hstack(self.covariates)
 
 
 @dataclass(frozen=True)
@@ -192,6 +216,7 @@ def panel(
     id_column: str | None = "unique_id",
     time_column: str = "ds",
     target_column: str = "y",
+    covariates: Sequence[str] = (),
     source: str = "the table",
 ) -> Panel:
     """A long frame on the regular grid of `frequency` (inferred where None: the most common step of the longest
@@ -199,11 +224,11 @@ def panel(
 
     Rows may come in any order. Stamps are dates, datetimes (with a zone: taken to UTC), ISO strings, or whole numbers
     that count steps. `id_column=None` takes the whole table as one series named by its target column. A null or NaN
-    target is a missing row. Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a
+    target is a missing row. `covariates` are columns to keep. Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a
     null id or stamp, an infinite target, two rows for one stamp, a frequency that does not fit. `source` is what
     messages call the table.
     """
-    rows = _sorted_rows(frame, id_column, time_column, target_column, source)
+    rows = _sorted_rows(frame, id_column, time_column, target_column, source, covariates)
     return _grid(_merge([rows]), frequency, source)
 
 
@@ -356,6 +381,7 @@ class _Rows:
     lengths: NDArray[np.int64]
     ds: NDArray[Any]
     y: NDArray[np.float64]
+    covariates: pl.DataFrame | None = None
 
 
 def _read_rows(uri: str, id_column: str | None, time_column: str, target_column: str) -> _Rows:
@@ -385,14 +411,14 @@ def _read_rows_or_mistake(uri: str, id_column: str | None, time_column: str, tar
 
 
 def _sorted_rows(
-    frame: pl.DataFrame, id_column: str | None, time_column: str, target_column: str, source: str
+    frame: pl.DataFrame, id_column: str | None, time_column: str, target_column: str, source: str, covariates: Sequence[str] = ()
 ) -> _Rows:
-    missing = [c for c in (id_column, time_column, target_column) if c is not None and c not in frame.columns]
+    missing = [c for c in (id_column, time_column, target_column, *covariates) if c is not None and c not in frame.columns]
     if missing:
         raise UserError(
             f"{source} has no column {', '.join(map(repr, missing))}; it has "
             f"{', '.join(map(repr, frame.columns[:20]))}: "
-            "name the columns for id, time and target"
+            + ("name the columns for id, time and target" if set(missing) - set(covariates) else "add the covariates that are missing")
         )
     if frame.height == 0:
         raise UserError(f"{source} holds no rows: nothing to forecast")
@@ -405,6 +431,7 @@ def _sorted_rows(
         ids.alias("unique_id"),
         stamps(frame.get_column(time_column), source).alias("ds"),
         pl.col(target_column).cast(pl.Float64).fill_null(float("nan")).alias("y"),
+        *(pl.col(name).alias(f"covariate {name}") for name in covariates),
     )
     for name, column in (("unique_id", id_column), ("ds", time_column)):
         if empty := rows.get_column(name).null_count():
@@ -426,6 +453,7 @@ def _sorted_rows(
         lengths=runs.get_column("len").to_numpy().astype(np.int64),
         ds=rows.get_column("ds").to_numpy(),
         y=rows.get_column("y").to_numpy(),
+        covariates=rows.select(pl.col(f"covariate {name}").alias(name) for name in covariates) if covariates else None,
     )
 
 
@@ -499,7 +527,7 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
     if exact:
         steps = np.diff(rows.ds.astype(np.int64))
         if (steps[same] == exact).all():
-            return _panel(rows.ids, rows.ds, rows.y, offsets, frequency)
+            return _panel(rows.ids, rows.ds, rows.y, offsets, frequency, rows.covariates)
     first = np.repeat(rows.ds[offsets[:-1]], rows.lengths)
     at, fits = position(rows.ds, first, frequency)
     if not fits.all():
@@ -531,13 +559,24 @@ def _grid(rows: _Rows, frequency: str | None, source: str) -> Panel:
     # The stamps of the table itself: for month ends they may be months' last days where the first stamp's day also
     # exists.
     ds[where] = rows.ds
-    return _panel(rows.ids, ds, y, grid_offsets, frequency)
+    covariates = rows.covariates
+    if covariates is not None:
+        source_row = np.full(len(y), -1)
+        source_row[where] = np.arange(len(where))
+        index = pl.Series(source_row, dtype=pl.Int64)
+        covariates = covariates.select(pl.all().gather(index.replace(-1, None)))
+    return _panel(rows.ids, ds, y, grid_offsets, frequency, covariates)
 
 
 def _panel(
-    ids: tuple[str, ...], ds: NDArray[Any], y: NDArray[np.float64], offsets: NDArray[Any], frequency: str
+    ids: tuple[str, ...],
+    ds: NDArray[Any],
+    y: NDArray[np.float64],
+    offsets: NDArray[Any],
+    frequency: str,
+    covariates: pl.DataFrame | None,
 ) -> Panel:
-    return Panel(ids, ds, y, ~np.isnan(y), offsets.astype(np.int64), frequency)
+    return Panel(ids, ds, y, ~np.isnan(y), offsets.astype(np.int64), frequency, covariates)
 
 
 def _refuse_duplicates(rows: _Rows, owner: NDArray[Any], same: NDArray[np.bool_], source: str) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -31,6 +31,7 @@ from titans_core.blocks import Backbone
 from titans_core.config import BackboneConfig, ConfigError, MemoryConfig, Mixer, Rule, require
 
 FORMAT = "1"
+Strands = Literal["forward", "both", "equivariant"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,16 @@ class ClassifierConfig:
     length: bases the model looks at; shorter sequences are padded with N on the right, longer ones cut about their
         middle (`fit_length` in pipelines.genomics.training counts both).
     strands: "both" averages the logits of a sequence and its reverse complement, and trains on either at random;
-        "forward" keeps them apart, as promoters and splice sites need.
+        "forward" keeps them apart, as promoters and splice sites need; "equivariant" looks for every motif on both strands
+        at each place, reads the places in both directions with the same weights and averages what is read.
+        With "both" and "equivariant" a sequence and its reverse complement get the same answer, to the bit.
     kmer: bases of the words whose counts the composition branch sees; 0 leaves it out.
     task: "single" label, or "multi" (each class on its own, sigmoid instead of softmax).
     """
 
     classes: tuple[str, ...]
     length: int
-    strands: Literal["forward", "both"] = "forward"
+    strands: Strands = "forward"
     motifs: int = 96
     motif_width: int = 15
     pool: int = 6
@@ -70,7 +73,7 @@ class ClassifierConfig:
         require(self.motif_width % 2 == 1, f"motif_width {self.motif_width} must be odd")
         require(self.pool >= 1, f"pool {self.pool} must be positive")
         require(0 <= self.kmer <= 8, f"kmer {self.kmer} must lie in 0 to 8 (4^kmer weights a class)")
-        require(self.strands in ("forward", "both"), f"strands '{self.strands}' is neither forward nor both")
+        require(self.strands in ("forward", "both", "equivariant"), f"strands '{self.strands}' is none of forward, both, equivariant")
         require(self.task in ("single", "multi"), f"task '{self.task}' is neither single nor multi")
 
     @property
@@ -92,10 +95,22 @@ def reverse_complement(codes: Tensor) -> Tensor:
     return torch.where(flipped < 4, 3 - flipped, flipped)
 
 
+def either_strand(codes: Tensor) -> Tensor:
+    """Encoded bases (B, L): of each row and its reverse complement the smaller one, so that both are the same row.
+
+    Which strand goes first changes no average over both; it only makes them round alike.
+    """
+    other = reverse_complement(codes)
+    differ = codes != other
+    first = differ.to(torch.uint8).argmax(-1, keepdim=True)  # 0 where the two are equal, which is right as well
+    smaller = codes.gather(-1, first) <= other.gather(-1, first)
+    return torch.where(smaller, codes, other)
+
+
 def word_counts(codes: Tensor, k: int, strands: str) -> Tensor:
     """Counts of the clean k-mers of encoded bases (B, L) -> (B, 4^k), rows of length one (zero rows stay zero)."""
     counts = codes.new_zeros(codes.shape[0], 4**k + 1, dtype=torch.float32)
-    for strand in (codes, reverse_complement(codes)) if strands == "both" else (codes,):
+    for strand in (codes,) if strands == "forward" else (codes, reverse_complement(codes)):
         windows = strand.unfold(1, k, 1)  # (B, L - k + 1, k)
         place = 4 ** torch.arange(k - 1, -1, -1, device=codes.device)
         words = torch.where((windows < 4).all(-1), (windows * place).sum(-1), 4**k)
@@ -143,12 +158,32 @@ class SequenceClassifier(nn.Module):
         self.register_buffer("bias", torch.zeros(classes))
 
     def network(self, codes: Tensor) -> Tensor:
-        """Logits of one strand (B, L) -> (B, C), without the composition branch."""
-        config, count = self.config, codes.shape[0]
-        around, short = config.motif_width // 2, config.tokens * config.pool - config.length
-        windows = F.pad(self.rows[codes], (0, 0, around, around)).unfold(1, config.motif_width, 1)  # (B, L, 4, width)
+        """Logits of encoded bases (B, L) -> (B, C), without the composition branch; averaged over both strands unless "forward".
+
+        In training "both" sees one strand: the caller shows either at random.
+        """
+        return self.network_of(self.rows[codes])
+
+    def network_of(self, rows: Tensor) -> Tensor:
+        """The same of one-hot rows (B, L, 4), for gradients by base."""
+        if self.config.strands == "equivariant":
+            fits = torch.maximum(self._fits(rows), self._fits(rows.flip(1, 2)).flip(1))
+            return (self._read(fits) + self._read(fits.flip(1))) / 2
+        if self.config.strands == "both" and not self.training:
+            return (self._read(self._fits(rows)) + self._read(self._fits(rows.flip(1, 2)))) / 2
+        return self._read(self._fits(rows))
+
+    def _fits(self, rows: Tensor) -> Tensor:
+        """How well each motif fits around each base: (B, L, 4) -> (B, L, M)."""
+        width = self.config.motif_width
+        windows = F.pad(rows, (0, 0, width // 2, width // 2)).unfold(1, width, 1)  # (B, L, 4, width)
         # One product over all windows: with four input channels a third faster than a convolution on CPU.
-        fits = _by_token(self.motif_norm, self.motifs(windows.flatten(2)))  # (B, L, M)
+        return _by_token(self.motif_norm, self.motifs(windows.flatten(2)))
+
+    def _read(self, fits: Tensor) -> Tensor:
+        """Fits (B, L, M) -> tokens -> backbone -> head: logits (B, C)."""
+        config, count = self.config, fits.shape[0]
+        short = config.tokens * config.pool - config.length
         # exp after the maximum is the maximum after exp, at a fraction of the exponentials.
         fits = F.pad(fits, (0, 0, 0, short), value=-torch.inf).unflatten(1, (config.tokens, config.pool)).amax(2)
         fits = torch.exp(fits.clamp(max=4.0))  # (B, T, M)
@@ -161,10 +196,10 @@ class SequenceClassifier(nn.Module):
         return logits
 
     def both(self, codes: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the network, averaged over the strands it is asked for, and of the composition branch."""
+        """Logits of the network and of the composition branch, each over the strands that the model reads."""
+        if self.config.strands != "forward":
+            codes = either_strand(codes)
         network = self.network(codes)
-        if self.config.strands == "both":
-            network = (network + self.network(reverse_complement(codes))) / 2
         if self.composition is None:
             return network, torch.zeros_like(network)
         return network, self.composition(word_counts(codes, self.config.kmer, self.config.strands))
@@ -225,13 +260,20 @@ def save(model: SequenceClassifier, path: str | Path, card: Card | None = None) 
 
 
 def load(path: str | Path) -> tuple[SequenceClassifier, Card]:
-    """A classifier from what `save` wrote, ready to predict."""
-    with safe_open(str(path), "pt") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT:
-            raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
+    """A classifier from what `save` wrote, ready to predict. ConfigError where the file holds something else."""
+    try:
+        with safe_open(str(path), "pt") as file:
+            metadata = file.metadata() or {}
+            weights = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is no safetensors file ({error})") from None
+    if metadata.get("format") != FORMAT:
+        raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
+    try:
         settings: dict[str, Any] = json.loads(metadata["config"])
-        weights = {name: file.get_tensor(name) for name in file.keys()}
-    model = SequenceClassifier(ClassifierConfig(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])}))
-    model.load_state_dict(weights)
-    return model.eval(), Card(**json.loads(metadata["card"]))
+        config = ClassifierConfig(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])})
+        model = SequenceClassifier(config)
+        model.load_state_dict(weights)
+        return model.eval(), Card(**json.loads(metadata["card"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{path} holds no classifier of this project ({' '.join(str(error).split())[:200]})") from error

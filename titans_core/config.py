@@ -43,7 +43,11 @@ class MemoryConfig:
     loss: `l2`, 1/2 |M(k) - v|^2, or `dot`, -<M(k), v> (linear attention and its relatives; not for `exact` and `hybrid`).
     decayed_error: the error is that of the memory after forgetting, as in Gated DeltaNet; Titans take it before (`exact` only).
     momentum, decay: False removes eta or alpha (ablations of Titans table 5).
+    forget: `head`, one alpha a token and head (and memory layer); `channel`, one for each output channel of a head (Titans NeurIPS
+        section 2.1), for the matrix memories of `exact` and `stale`: an MLP's layers have other channels, and no paper says which forget.
     decay_to_init: forgetting leads back to the learned initial memory instead of to zero.
+    precision: the least that products may have. With `bfloat16` the native kernels round their operands and sum in float32; states, gates
+        and triangular systems stay float32, as does every implementation that gains nothing from it (`tethys doctor` says which runs).
     """
 
     dim: int
@@ -61,7 +65,9 @@ class MemoryConfig:
     conv: int = 4
     momentum: bool = True
     decay: bool = True
+    forget: Literal["head", "channel"] = "head"
     decay_to_init: bool = True
+    precision: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self) -> None:
         require(self.dim > 0 and self.heads > 0, f"dim {self.dim} and heads {self.heads} must be positive")
@@ -70,11 +76,18 @@ class MemoryConfig:
         require(self.window >= 1, f"window {self.window} must be at least 1")
         require(self.read in ("after", "before", "anchor"), f"read '{self.read}' is none of after, before, anchor")
         require(self.chunk >= 1, f"chunk {self.chunk} must be at least 1")
+        require(self.precision in ("float32", "bfloat16"), f"precision '{self.precision}' is none of float32, bfloat16")
         require(self.loss in ("l2", "dot"), f"loss '{self.loss}' is none of l2, dot")
         if self.loss == "dot":
             require(
                 self.rule not in ("exact", "hybrid"),
                 f"rule '{self.rule}' solves for the errors of loss 'l2': with loss 'dot' take 'stale', which is then exact, or 'deep'",
+            )
+        require(self.forget in ("head", "channel"), f"forget '{self.forget}' is none of head, channel")
+        if self.forget == "channel":
+            require(
+                self.rule in ("exact", "stale") and self.decay,
+                f"forget 'channel' needs rule 'exact' or 'stale' and decay, found '{self.rule}' and {self.decay}",
             )
         if self.decayed_error:
             require(

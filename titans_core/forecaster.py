@@ -11,10 +11,15 @@ keys of the rows to be forecast**, sets the look-back window beside it, and maps
 form (`titans_core.training`), plus a small network that learns what a line cannot say. All of it is relative to the last value
 and in units of the stream's own running standard deviation, so a forecast moves and stretches with its series.
 
+Covariates travel behind the slots of a row's phase: what is known of a row beside its value. Those known ahead have an *effect*, one number
+a row in units of the stream. The same memory, with the same writes, reads the stream of effects as it reads the stream of values, and since
+all of it is linear the difference of the two is what the memory would hold had the covariates done nothing. From that a forecast is made, and
+the effect at the rows of the horizon is added: a regression whose errors are the stream. Historic covariates lie beside the look-back.
+
 Three modes share all code, for honest comparison: `carried` (the memory goes on for as long as the stream), `window` (it starts anew from
 the learned initial memory before each forecast and writes the look-back only) and `frozen` (the initial memory is read and never written).
 
-Axis letters: B streams, T rows, L look-back, H horizon, Q quantiles, G seasons, d features.
+Axis letters: B streams, T rows, L look-back, H horizon, Q quantiles, G seasons, K covariates, F = G + K, d features.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from torch import Tensor, nn
 from kernels.linear import MatrixState, linear_exact
 from titans_core.config import require
 from titans_core.patches import PatchConfig, PatchMemory, PatchState
+from titans_core.state import map_state
 
 Memory = Literal["carried", "window", "frozen"]
 
@@ -74,10 +80,27 @@ HOURLY = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class CovariateConfig:
+    """How many numbers a row has beside its value, in this order: known ahead, known only once they happened, of the series itself."""
+
+    future: int = 0
+    historic: int = 0
+    static: int = 0
+
+    def __post_init__(self) -> None:
+        require(min(self.future, self.historic, self.static) >= 0, f"covariates {self} must not be negative")
+
+    @property
+    def total(self) -> int:
+        return self.future + self.historic + self.static
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForecasterConfig:
     """hidden: width of the network beside the line (0: the line alone).
     level_rows: rows after which the running mean and deviation forget as slowly as they will (before, they are plain averages).
     patches: Titans blocks over patches of rows, whose reading is added to the line (None: no blocks); only with carried memory.
+    covariates: None where rows have nothing beside their value.
     quantiles: levels in rising order. spread: how far intervals follow the roughness of the window, as an exponent (0: not at all).
     """
 
@@ -91,6 +114,7 @@ class ForecasterConfig:
     level_rows: int = 10_000
     quantiles: tuple[float, ...] = (0.1, 0.5, 0.9)
     spread: float = 0.5
+    covariates: CovariateConfig | None = None
 
     def __post_init__(self) -> None:
         require(self.look_back >= 1 and self.horizon >= 1, f"look_back {self.look_back} and horizon {self.horizon} must be positive")
@@ -105,10 +129,31 @@ class ForecasterConfig:
         )
 
     @property
+    def own_features(self) -> int:
+        """Look-back and reads of every head: the columns that come first."""
+        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons)
+
+    @property
+    def lift(self) -> slice:
+        """Columns that say how far the effect of covariates at each step of the horizon lies above that at the last row."""
+        return slice(self.own_features, self.own_features + (0 if self.covariates is None else self.horizon))
+
+    @property
+    def covariate_features(self) -> slice:
+        """Columns of the covariates themselves: those known ahead at each step, historic ones at each row of the look-back, static ones."""
+        c = self.covariates
+        width = 0 if c is None else self.horizon * c.future + self.look_back * c.historic + c.static
+        return slice(self.lift.stop, self.lift.stop + width)
+
+    @property
     def features(self) -> int:
-        """d: look-back, reads of every head, how far the last value is from the mean, 1; and a step of the horizon each for the blocks."""
-        blocks = 0 if self.patches is None else self.horizon
-        return self.look_back + sum(len(s.rates) * s.reads(self.horizon) for s in self.seasons) + 2 + blocks
+        """d: own, lift, covariates, a step of the horizon each for the blocks, how far the last value is from the mean, and 1."""
+        return self.covariate_features.stop + (0 if self.patches is None else self.horizon) + 2
+
+    @property
+    def known(self) -> int:
+        """F: what is known of a row beside its value, its slots and its covariates."""
+        return len(self.seasons) + (0 if self.covariates is None else self.covariates.total)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data for json.dumps; `from_json` builds the same configuration."""
@@ -121,7 +166,11 @@ class ForecasterConfig:
         patches = data.get("patches")
         if patches is not None:
             patches = PatchConfig(**{**patches, "layers": tuple(patches["layers"])})
-        return cls(**{**data, "seasons": seasons, "patches": patches, "quantiles": tuple(data["quantiles"])})
+        covariates = data.get("covariates")
+        if covariates is not None:
+            covariates = CovariateConfig(**covariates)
+        plain = {"seasons": seasons, "patches": patches, "covariates": covariates, "quantiles": tuple(data["quantiles"])}
+        return cls(**{**data, **plain})
 
 
 class PhaseMemory(NamedTuple):
@@ -144,6 +193,28 @@ class ForecasterState:
     phases: Tensor  # (B, L, G) int16, slots of these rows; -1: the row was missing or never was
     memory: tuple[PhaseMemory, ...]  # one a season
     patches: PatchState | None = None  # the blocks' memories
+    effect: ForecasterState | None = None  # the same memory of the stream of effects
+    historic: Tensor | None = None  # (B, L, historic) float32, the historic covariates of the look-back
+
+
+class Past(NamedTuple):
+    """What a forecast reads of a stream, relative to the stream's centre."""
+
+    window: Tensor  # (N, L) float32
+    reads: list[tuple[Tensor, Tensor]]  # a season: held values (N, heads, reads) and visits (N, reads)
+    last: Tensor  # (N,) float32
+    mean: Tensor  # (N,) float64
+    variance: Tensor  # (N,) float64
+
+
+class Known(NamedTuple):
+    """What a forecast knows beside the past of its stream."""
+
+    effect: Past
+    now: Tensor  # (N,) float64, the effect at the last observed row
+    future: Tensor  # (N, H, future) float32; NaN where it is not known, and the forecast then neither
+    historic: Tensor  # (N, L, historic) float32
+    static: Tensor  # (N, static) float32
 
 
 class Track(NamedTuple):
@@ -163,6 +234,7 @@ class Forecaster(nn.Module):
     feature_mean: Tensor
     feature_scale: Tensor
     offsets: Tensor
+    effect: Tensor
 
     def __init__(self, config: ForecasterConfig) -> None:
         super().__init__()
@@ -172,6 +244,8 @@ class Forecaster(nn.Module):
         self.register_buffer("feature_mean", torch.zeros(d))
         self.register_buffer("feature_scale", torch.ones(d))
         self.register_buffer("offsets", torch.zeros(horizon, len(config.quantiles)))
+        if config.covariates is not None:
+            self.register_buffer("effect", torch.zeros(config.covariates.future))
         self.net: nn.Sequential | None = None
         if config.hidden:
             last = nn.Linear(config.hidden, horizon)
@@ -189,7 +263,7 @@ class Forecaster(nn.Module):
         """n streams that have seen nothing; with `mean` and `deviation` (n,) they are known as well as after `rows` rows."""
         c, device = self.config, self.line.device
         zeros = torch.zeros(n, dtype=torch.float64, device=device)
-        return ForecasterState(
+        plain = ForecasterState(
             centre=zeros.clone() if mean is None else mean.to(zeros),
             count=zeros + rows,
             mean=zeros.clone(),
@@ -203,23 +277,49 @@ class Forecaster(nn.Module):
                 )
                 for s in c.seasons
             ),
-            patches=None if self.patches is None else self.patches.initial_state(n),
         )
+        patches = None if self.patches is None else self.patches.initial_state(n)
+        if c.covariates is None:
+            return dataclasses.replace(plain, patches=patches)
+        effect = dataclasses.replace(plain, centre=zeros.clone(), variance=zeros.clone())
+        historic = torch.zeros(n, c.look_back, c.covariates.historic, device=device)
+        return dataclasses.replace(plain, patches=patches, effect=map_state(Tensor.clone, effect), historic=historic)
 
     def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> ForecasterState:
-        """Write T rows. y (B, T), observed (B, T) bool, phase (B, T, G): the slot of each row in each season.
+        """Write T rows. y (B, T), observed (B, T) bool, phase (B, T, F): the slot of each row in each season, and its covariates.
 
-        A row that is not observed moves the look-back on and writes nothing. Any split of the rows over calls gives the
-        same state (to rounding). Raises ValueError for shapes that do not fit.
+        A row that is not observed moves the look-back on and writes nothing; a covariate that is NaN counts as its average, 0. Any split of
+        the rows over calls gives the same state (to rounding). Raises ValueError for shapes that do not fit.
         """
-        if y.shape[0] >= WIDE and y.shape[1] > 1 and self.patches is None:
+        c = self.config
+        if phase.shape != (*y.shape, c.known):
+            raise ValueError(f"observe: phase {tuple(phase.shape)} must be {(*y.shape, c.known)}: slots and covariates of each row")
+        slots = phase[:, :, : len(c.seasons)]
+        moved = self._observe(state, y, observed, slots)
+        if c.covariates is None:
+            return moved
+        assert state.effect is not None and state.historic is not None
+        given = phase[:, :, len(c.seasons) :].float().nan_to_num(0.0)
+        effect = self._observe(state.effect, self.effect_of(given), observed, slots)
+        happened = given[:, :, c.covariates.future : c.covariates.future + c.covariates.historic]
+        return dataclasses.replace(moved, effect=effect, historic=torch.cat([state.historic, happened], 1)[:, -c.look_back :])
+
+    def effect_of(self, given: Tensor) -> Tensor:
+        """What the covariates of rows do, in units of the stream: (..., K) -> (...) float64."""
+        total = torch.zeros(given.shape[:-1], dtype=torch.float64, device=given.device)
+        for k, weight in enumerate(self.effect):  # one at a time: the order of a sum must not depend on how many rows come together
+            total = total + weight * given[..., k].double()
+        return total
+
+    def _observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> ForecasterState:
+        if y.shape[0] >= WIDE and y.shape[1] > 1 and state.patches is None:
             return self._in_turn(state, y, observed, phase)
         for at in range(0, y.shape[1], ROWS_AT_ONCE):
             part = slice(at, at + ROWS_AT_ONCE)
             before = state
             state, track = self.track(before, y[:, part], observed[:, part], phase[:, part])
-            if self.patches is not None:
-                assert before.patches is not None
+            if before.patches is not None:
+                assert self.patches is not None
                 unit = track.variance.clamp(min=0.0).sqrt().float()
                 moved = self.patches.observe(
                     before.patches, before.window, track.last, observed[:, part], track.mean.float(), unit, phase[:, part]
@@ -292,6 +392,8 @@ class Forecaster(nn.Module):
             torch.cat([state.phases, kept], 1)[:, -look_back:],
             memory,
             state.patches,
+            state.effect,
+            state.historic,
         )
 
     def track(
@@ -360,48 +462,53 @@ class Forecaster(nn.Module):
         return memory
 
     def features(self, state: ForecasterState, future_phase: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What a forecast is made from: (B, d), the level (B, 1) it is relative to, and the unit (B, 1); future_phase (B, H, G)."""
+        """What a forecast is made from: (B, d), the level (B, 1) it is relative to, and the unit (B, 1); future_phase (B, H, F)."""
+        c = self.config
+        known = None
+        if c.covariates is not None:
+            assert state.effect is not None and state.historic is not None
+            ahead = future_phase[:, :, len(c.seasons) :].float()
+            static = ahead[:, 0, c.covariates.future + c.covariates.historic :].nan_to_num(0.0)
+            now = state.effect.centre + state.effect.last
+            known = Known(self.past(state.effect, future_phase), now, ahead[:, :, : c.covariates.future], state.historic, static)
+        blocks = None if self.patches is None or state.patches is None else self.patches.read(state.patches)
+        x, level, unit = self.assemble(self.past(state, future_phase), known, blocks)
+        return x, state.centre.unsqueeze(1) + level, unit
+
+    def past(self, state: ForecasterState, future_phase: Tensor) -> Past:
+        """The look-back, and the memory at the slots of the rows to be forecast. future_phase (B, H, F)."""
         reads = []
         for g, (season, memory) in enumerate(zip(self.config.seasons, self._memory(state), strict=True)):
             slots = self.read_slots(future_phase, g)
             held = memory.W.squeeze(2).gather(2, slots.unsqueeze(1).expand(-1, len(season.rates), -1))
             reads.append((held, memory.visits.gather(1, slots)))
-        blocks = None if self.patches is None or state.patches is None else self.patches.read(state.patches)
-        x, level, unit = self.assemble(state.window, reads, state.last, state.mean, state.variance, blocks)
-        return x, state.centre.unsqueeze(1) + level, unit
+        return Past(state.window, reads, state.last, state.mean, state.variance)
 
     def read_slots(self, future_phase: Tensor, season: int) -> Tensor:
-        """The slots of a season that the horizon's rows touch, in their order. (B, H, G) -> (B, reads)."""
+        """The slots of a season that the horizon's rows touch, in their order. (B, H, F) -> (B, reads)."""
         s = self.config.seasons[season]
         return future_phase[:, :: s.stride, season][:, : s.reads(self.config.horizon)].long()
 
-    def assemble(
-        self,
-        window: Tensor,
-        reads: list[tuple[Tensor, Tensor]],
-        last: Tensor,
-        mean: Tensor,
-        variance: Tensor,
-        blocks: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def assemble(self, past: Past, known: Known | None = None, blocks: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(N, d) features, level (N, 1) float64 relative to the centre, unit (N, 1) float64 (0 for a constant stream).
 
-        window (N, L), reads: a season's held values (N, heads, reads) and visits (N, reads); last, mean, variance (N,); blocks (N, H):
-        what the blocks over patches say.
+        blocks (N, H): what the blocks over patches say.
         """
-        middle, level = mean.float().unsqueeze(1), last.unsqueeze(1)
-        parts = [window]
-        for held, visits in reads:
-            # A slot that was never written knows no more than the mean of the stream.
-            parts.append(torch.where(visits.unsqueeze(1) > 0, held, middle.unsqueeze(2)).flatten(1))
-        unit = variance.clamp(min=0.0).sqrt().unsqueeze(1)
+        unit = past.variance.clamp(min=0.0).sqrt().unsqueeze(1)
         scale = torch.where(unit > 0, unit, 1.0).float()
-        columns = [(torch.cat(parts, 1) - level) / scale]
+        own, gap = (part / scale for part in _above_last(past))
+        columns = []
+        if known is not None:
+            # Effects are in units of the stream already.
+            its_own, its_gap = _above_last(known.effect)
+            own, gap = own - its_own, gap - its_gap
+            columns.append((self.effect_of(known.future) - known.now.unsqueeze(1)).float())
+            columns += [part.flatten(1) for part in (known.future, known.historic, known.static)]
         if blocks is not None:
             columns.append(blocks)
         # The gap is the pull back to where the stream lives.
-        x = torch.cat([*columns, (level - middle) / scale, level.new_ones(level.shape)], 1)
-        return x, level.double(), unit
+        x = torch.cat([own, *columns, gap, gap.new_ones(gap.shape)], 1)
+        return x, past.last.double().unsqueeze(1), unit
 
     def centre_of(self, x: Tensor) -> Tensor:
         """Features (N, d) -> expected values (N, H), relative to the level and in its unit."""
@@ -415,12 +522,12 @@ class Forecaster(nn.Module):
         return x[:, : self.config.look_back].std(1, keepdim=True, correction=0).clamp(min=QUIETEST)
 
     def expected(self, state: ForecasterState, future_phase: Tensor) -> Tensor:
-        """Expected values (B, H) float64 of the next H rows; changes no state. future_phase (B, H, G): their slots."""
+        """Expected values (B, H) float64 of the next H rows; changes no state. future_phase (B, H, F): their slots and covariates."""
         x, level, unit = self.features(state, future_phase)
         return self._known(state, level + unit * self.centre_of(x))
 
     def forecast(self, state: ForecasterState, future_phase: Tensor) -> Tensor:
-        """Quantiles (B, H, Q) float64 of the next H rows, rising along Q; changes no state. future_phase (B, H, G).
+        """Quantiles (B, H, Q) float64 of the next H rows, rising along Q; changes no state. future_phase (B, H, F).
 
         A stream of which nothing was observed yet has NaN: nothing is known about it.
         """
@@ -432,6 +539,16 @@ class Forecaster(nn.Module):
     def _known(self, state: ForecasterState, values: Tensor) -> Tensor:
         seen = (state.count > 0).view(-1, *[1] * (values.dim() - 1))
         return torch.where(seen, values, math.nan)
+
+
+def _above_last(past: Past) -> tuple[Tensor, Tensor]:
+    """(N, own features): look-back and reads above the last value; (N, 1): the last value above the mean."""
+    middle, level = past.mean.float().unsqueeze(1), past.last.unsqueeze(1)
+    parts = [past.window]
+    for held, visits in past.reads:
+        # A slot that was never written knows no more than the mean of the stream.
+        parts.append(torch.where(visits.unsqueeze(1) > 0, held, middle.unsqueeze(2)).flatten(1))
+    return torch.cat(parts, 1) - level, level - middle
 
 
 def _running(value: Tensor, rate: Tensor, observed: Tensor, start: Tensor) -> Tensor:

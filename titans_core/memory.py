@@ -22,9 +22,10 @@ from kernels.heads import convolve, next_tail, split_heads, unit
 from kernels.kernel_memory import KernelState, deep_transformer, dot, swdt
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import DeepState, deep_state
-from kernels.muon import AtlasState, atlas, atlas_state
+from kernels.muon import AtlasState, atlas_state
+from kernels.native import training
 from kernels.network import Network, output
-from kernels.omega import OmegaState, omega_exact, omega_state
+from kernels.omega import OmegaState, omega_state
 from titans_core.config import MemoryConfig
 from titans_core.state import leaves
 
@@ -92,10 +93,10 @@ class NeuralMemory(nn.Module):
 
     Keys and queries: linear, convolution, SiLU, unit length, polynomial features if any (times the root of their number for an
     MLP memory, which unit keys would keep in its linear zone). Values: linear, convolution, SiLU. Gates per token, head and memory
-    layer: alpha = sigmoid (forget), eta = sigmoid (momentum decay), theta = (1 - eta) * sigmoid, the bound inside which the exact
-    form stays finite for unit keys, divided by the chunk where the gradient is taken at the chunk's start, by the squared length of
-    longer keys, and by the sum of the window's gates. Muon writes the direction of the momentum alone: its theta is
-    sigmoid * min(0.02, 1 / chunk).
+    layer: alpha = sigmoid (forget; one for each channel of a head if asked), eta = sigmoid (momentum decay),
+    theta = (1 - eta) * sigmoid, the bound inside which the exact form stays finite for unit keys, divided by the chunk where the gradient
+    is taken at the chunk's start, by the squared length of longer keys, and by the sum of the window's gates.
+    Muon writes the direction of the momentum alone: its theta is sigmoid * min(0.02, 1 / chunk).
     Output: per-head RMSNorm, gate SiLU(x W_g), projection.
     """
 
@@ -125,10 +126,12 @@ class NeuralMemory(nn.Module):
         if config.degree > 1:
             self.coefficients = nn.Parameter(taylor_coefficients(config.degree).repeat(heads, 1))
         self.layers = len(shapes)
-        self.gates = nn.Linear(dim, 3 * heads * self.layers)
+        self.forgets = width if config.forget == "channel" else self.layers  # alphas a head
+        counts = torch.tensor([heads * self.forgets, heads * self.layers, heads * self.layers])
+        self.gates = nn.Linear(dim, int(counts.sum()))
         nn.init.zeros_(self.gates.weight)
         with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
-            self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(heads * self.layers))
+            self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(counts))
         if config.window > 1:
             self.lags = _lags(config)
         self.gate = nn.Linear(dim, dim, bias=False)
@@ -167,12 +170,16 @@ class NeuralMemory(nn.Module):
         return out
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """theta, eta, alpha: (B, H, T), or (B, H, T, layers) for an MLP; in float32 or finer (papers E.6.4)."""
+        """theta, eta, alpha: (B, H, T), or (B, H, T, layers) for an MLP; alpha (B, H, T, d) channel-wise; in float32 or finer (papers E.6.4)."""
         config = self.config
         gates = self.gates(x)
         gates = torch.sigmoid(gates.to(torch.promote_types(gates.dtype, torch.float32)))
-        gates = gates.unflatten(-1, (3, config.heads, self.layers)).permute(2, 0, 3, 1, 4)  # (3, B, H, T, layers)
-        alpha, eta, theta = gates.squeeze(-1) if self.matrix else gates
+        alpha, eta, theta = (
+            part.unflatten(-1, (config.heads, -1)).transpose(1, 2)  # (B, H, T, gates a head)
+            for part in gates.split([config.heads * n for n in (self.forgets, self.layers, self.layers)], -1)
+        )
+        if self.matrix:
+            eta, theta, alpha = eta.squeeze(-1), theta.squeeze(-1), alpha if config.forget == "channel" else alpha.squeeze(-1)
         if config.muon:  # S is not scaled by theta, so momentum does not lengthen a write; a chunk moves no weight by more than one
             theta = theta * min(MUON_STEP, 1 / config.chunk)
         else:
@@ -186,6 +193,9 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
+        if form := self._native_form(x, state):
+            assert isinstance(state.memory, MatrixState | DeepState)
+            return self._whole(x, state, form)
         u = self.qkv(x)
         q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)
         q, k, tail = self._features(q_rows), self._features(k_rows), next_tail(u, state.conv)
@@ -205,7 +215,7 @@ class NeuralMemory(nn.Module):
         if deviation and config.loss == "l2":
             v = v - k @ self.init[0].mT
         if isinstance(old, AtlasState):
-            y, memory = atlas(
+            y, memory = dispatch.atlas(
                 q, k, v, theta, eta, alpha, old, init=init, chunk=config.chunk, every=config.muon_every,
                 network=self.network, read=config.read, gamma=gamma,
             )  # fmt: skip
@@ -215,6 +225,7 @@ class NeuralMemory(nn.Module):
             y, memory = dispatch.deep(
                 q, k, v, theta, eta, alpha, old, init=init, chunk=config.chunk,
                 network=self.network, read=config.read, gamma=gamma, exact_last=config.rule == "hybrid",
+                precision=config.precision,
             )  # fmt: skip
         elif isinstance(old, StaleState):
             y, memory = dispatch.linear_stale(
@@ -223,10 +234,11 @@ class NeuralMemory(nn.Module):
         elif isinstance(old, OmegaState):
             assert gamma is not None
             chunk = max(1, config.chunk // config.window)  # a chunk solves a row for each token and lag; the result is the same
-            y, memory = omega_exact(q, k, v, theta, eta, alpha, gamma, old, chunk=chunk, read=config.read)
+            y, memory = dispatch.omega_exact(q, k, v, theta, eta, alpha, gamma, old, chunk=chunk, read=config.read)
         else:
             y, memory = dispatch.linear_exact(
-                q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, decayed_error=config.decayed_error
+                q, k, v, theta, eta, alpha, old, chunk=config.chunk, read=config.read, decayed_error=config.decayed_error,
+                precision=config.precision,
             )  # fmt: skip
         if deviation:
             y = y + q @ self.init[0].mT
@@ -234,13 +246,20 @@ class NeuralMemory(nn.Module):
             y = y + self._residual(q_rows)
         return self._output(y, x), MemoryState(memory, tail)
 
+    def _whole(self, x: Tensor, state: MemoryState, form: native.Form) -> tuple[Tensor, MemoryState]:
+        """`forward` as one native function, gradients included."""
+        assert isinstance(state.memory, MatrixState | DeepState)
+        y, memory, tail = training.layer(x, state.conv, state.memory, self._native_weights(), self._native_init(), form)
+        return y, MemoryState(memory, tail)
+
     def in_place(self) -> Callable[[Tensor, MemoryState], Tensor]:
         """A function (x, state) -> y that overwrites the tensors of the state, for a service that owns its states; no autograd.
 
         The numbers are those of `forward`, to rounding. Where the native kernels take the rule, the whole layer is one call; elsewhere it
         is `forward`, copied over the state. The weights are those of now: make it anew when they change.
         """
-        layer = self._native_layer()
+        form = self._native_form(self.qkv.weight[None], self.initial_state(1))
+        layer = None if form is None else native.Layer(self._native_weights(), self._native_init(), form)
 
         @torch.inference_mode()
         def step(x: Tensor, state: MemoryState) -> Tensor:
@@ -255,20 +274,29 @@ class NeuralMemory(nn.Module):
 
         return step
 
-    def _native_layer(self) -> native.Layer | None:
-        """This layer in the native kernels, or None where they do not run, are not asked for, or do not know the rule."""
+    def _native_form(self, x: Tensor, state: MemoryState) -> native.Form | None:
+        """This layer as the native kernels see it, or None where they do not run, are not asked for, or do not know the rule or the tensors."""
         config = self.config
-        plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error
+        plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error and config.forget == "head"
         matrix = config.rule == "exact" and not config.decay_to_init and config.read != "anchor"
         deep = config.rule == "deep" and config.depth == 2
-        if not (plain and (matrix or deep)) or native.supports(*self.parameters()) or dispatch.forced() not in (None, "native"):
+        tensors = (x, state.conv, *self.parameters(), *(leaf for _, leaf in leaves(state) if leaf.is_floating_point()))
+        if not (plain and (matrix or deep)) or config.conv > dispatch.NATIVE_TAPS or x.numel() == 0:
             return None
-        return native.Layer(
-            self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight,
-            scale=self.length, divisor=(1 if matrix else config.chunk) * (1 if matrix else config.features), chunk=config.chunk,
-            init=tuple(self.init) if deep and config.decay_to_init else None, network=self.network, read=config.read,
-            momentum=config.momentum, decay=config.decay,
+        if dispatch.forced() not in (None, "native") or native.supports(*tensors):
+            return None
+        return native.Form(
+            heads=config.heads, scale=self.length, divisor=1.0 if matrix else config.chunk * config.features, chunk=config.chunk,
+            network=self.network, read=config.read, momentum=config.momentum, decay=config.decay, precision=config.precision,
         )  # fmt: skip
+
+    def _native_weights(self) -> tuple[Tensor, ...]:
+        return (
+            self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight
+        )  # fmt: skip
+
+    def _native_init(self) -> tuple[Tensor, ...] | None:
+        return tuple(self.init) if self.config.rule == "deep" and self.config.decay_to_init else None
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.

@@ -83,6 +83,11 @@ def map_state(function: Callable[[Tensor], Tensor], state: S) -> S:
     return cast(S, _map(lambda _, leaf: function(leaf), state))
 
 
+def map_leaves(function: Callable[[str, Tensor], Tensor], state: S) -> S:
+    """As `map_state`, with the path of every tensor."""
+    return cast(S, _map(function, state))
+
+
 def count(state: Any) -> int:
     """Number of streams held."""
     sizes = {leaf.shape[0] for _, leaf in leaves(state)}
@@ -123,6 +128,13 @@ def replace(state: S, index: Tensor | Sequence[int], part: S) -> S:
     """A new state in which the streams at `index` are those of `part`; the others are untouched."""
     rows = torch.as_tensor(index, dtype=torch.long)
     return cast(S, _map(lambda _, leaf, new: leaf.index_copy(0, rows.to(leaf.device), new), state, part))
+
+
+def write_(state: S, index: Tensor, part: S) -> None:
+    """`replace` in place: the streams at `index` (long) become those of `part`."""
+    with torch.inference_mode():
+        for (_, leaf), (_, new) in zip(leaves(state), leaves(part), strict=True):
+            leaf.index_copy_(0, index, new.to(leaf.dtype))
 
 
 def to_bytes(state: Any, **metadata: str) -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import codecs
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,8 +78,14 @@ class Tokenizer(ABC):
 
     def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
         """Text of ids that come one by one: joined, it is that of all of them."""
+        decode = self.incremental_decoder()
         for each in ids:
-            yield self.decode((each,))
+            yield decode(each)
+        yield decode(None)
+
+    def incremental_decoder(self) -> Callable[[int | None], str]:
+        """A function that is given one id after another and gives the text that is certain by then; None ends the text."""
+        return lambda id: "" if id is None else self.decode((id,))
 
     def settings(self) -> dict[str, Any]:
         """What a constructor needs to make this tokeniser again."""
@@ -110,11 +116,9 @@ class ByteTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(self._known(ids)).decode("utf-8", "replace")
 
-    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+    def incremental_decoder(self) -> Callable[[int | None], str]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for each in ids:
-            yield decoder.decode(bytes(self._known((each,))))
-        yield decoder.decode(b"", final=True)
+        return lambda id: decoder.decode(b"", final=True) if id is None else decoder.decode(bytes(self._known((id,))))
 
 
 class BaseTokenizer(Tokenizer):
@@ -180,6 +184,19 @@ class KmerTokenizer(Tokenizer):
             if len(word) == self.k and known[at] < 4**self.k:
                 letters[at : at + self.k] = word
         return "".join(letters)
+
+    def incremental_decoder(self) -> Callable[[int | None], str]:
+        if not self.overlap:
+            return super().incremental_decoder()
+        held: list[int] = []  # a later word may tell a letter that an unclean one left open: nothing is certain before the end
+
+        def decode(id: int | None) -> str:
+            if id is None:
+                return self.decode(held)
+            held.append(id)
+            return ""
+
+        return decode
 
     def encode_stream(self, pieces: Iterable[str]) -> Iterator[Ids]:
         held = ""
@@ -250,11 +267,15 @@ class BpeTokenizer(Tokenizer):
                 held = held[cut:]
         yield self.encode(held)
 
-    def decode_stream(self, ids: Iterable[int]) -> Iterator[str]:
+    def incremental_decoder(self) -> Callable[[int | None], str]:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        for each in ids:
-            yield decoder.decode(b"".join(self._bytes[known] for known in self._known((each,))))
-        yield decoder.decode(b"", final=True)
+
+        def decode(id: int | None) -> str:
+            if id is None:
+                return decoder.decode(b"", final=True)
+            return decoder.decode(b"".join(self._bytes[known] for known in self._known((id,))))
+
+        return decode
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, overload
 
+import numpy as np
 import orjson
 import polars as pl
 
@@ -24,6 +25,10 @@ from connectors.errors import UserError
 MAX_RECORD_BYTES = 1 << 20
 # No measured quantity is larger; sentinels such as 1e308 would overflow every sum of squares of a memory.
 LARGEST_VALUE = 1e30
+# Microseconds (or steps) from 1970 to a time that is surely none; differences of two times fit 64 bits.
+LATEST = 1 << 61
+# Types of a value that need no parsing.
+PLAIN = {int, float, type(None)}
 # Only the head of a refused record is kept with its dead letter.
 DEAD_LETTER_BYTES = 4096
 
@@ -40,6 +45,86 @@ class Record(NamedTuple):
     partition: str
     offset: int
     """Place in the partition for people: line number or broker offset."""
+
+
+class Records(Sequence[Record]):
+    """Many events with a column each, so that thousands are handled without an object for every one. As a sequence it
+    hands out `Record`s."""
+
+    __slots__ = ("ds", "event_id", "offset", "partition", "partitions", "unique_id", "y")
+
+    def __init__(
+        self,
+        unique_id: list[str],
+        ds: np.ndarray,
+        y: np.ndarray,
+        event_id: list[str | None] | None,
+        partitions: list[str],
+        partition: np.ndarray,
+        offset: np.ndarray,
+    ):
+        self.unique_id = unique_id
+        self.ds = ds
+        """(n,) int64, as `Record.ds`."""
+        self.y = y
+        """(n,) float64, NaN: missing."""
+        self.event_id = event_id
+        """None: no event has one."""
+        self.partitions = partitions
+        """Names of the partitions."""
+        self.partition = partition
+        """(n,) int32: which of them each event came from."""
+        self.offset = offset
+        """(n,) int64."""
+
+    @classmethod
+    def of(cls, records: Iterable[Record]) -> Records:
+        """The same events as columns; `Records` pass unchanged."""
+        if isinstance(records, Records):
+            return records
+        names, ds, y, events, partitions, offsets = (list(c) for c in zip(*records, strict=True)) if records else ([] for _ in range(6))
+        known = list(dict.fromkeys(partitions))
+        place = {name: i for i, name in enumerate(known)}
+        return cls(
+            names,
+            np.array(ds, dtype=np.int64),
+            np.array(y, dtype=np.float64),
+            events if any(e is not None for e in events) else None,
+            known,
+            np.array([place[p] for p in partitions], dtype=np.int32),
+            np.array(offsets, dtype=np.int64),
+        )
+
+    def at(self, mask: np.ndarray) -> Records:
+        """Those where `mask` (n,) bool is true."""
+        if mask.all():
+            return self
+        places = np.flatnonzero(mask).tolist()
+        events = None if self.event_id is None else [self.event_id[i] for i in places]
+        names = [self.unique_id[i] for i in places]
+        return Records(names, self.ds[mask], self.y[mask], events, self.partitions, self.partition[mask], self.offset[mask])
+
+    def __len__(self) -> int:
+        return len(self.unique_id)
+
+    @overload
+    def __getitem__(self, at: int) -> Record: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Record]: ...
+    def __getitem__(self, at: int | slice) -> Record | list[Record]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(*at.indices(len(self)))]
+        return Record(
+            self.unique_id[at],
+            int(self.ds[at]),
+            float(self.y[at]),
+            None if self.event_id is None else self.event_id[at],
+            self.partitions[self.partition[at]],
+            int(self.offset[at]),
+        )
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self[i] for i in range(len(self)))
 
 
 class DeadLetter(NamedTuple):
@@ -59,6 +144,7 @@ Positions = dict[str, Any]
 @dataclass(slots=True)
 class Batch:
     records: list[Record]
+    """From a source that decodes many lines at once: `Records`, which read the same."""
     dead: list[DeadLetter]
     sent: list[float] = field(default_factory=list)
     """When each record was handed to the broker (seconds since 1970), where the source knows."""
@@ -101,7 +187,8 @@ class Sink(Protocol):
     def resume(self, receipt: Any | None) -> None:
         """Take back whatever was written after `receipt`; None: nothing was ever committed."""
 
-    def write(self, rows: pl.DataFrame) -> None: ...
+    def write(self, rows: pl.DataFrame) -> None:
+        """Array columns hold the steps of one forecast; where the outside knows no arrays they go out as `long_rows`."""
 
     def flush(self) -> Any:
         """Make all written rows durable and return the receipt (JSON) that stands for exactly these rows."""
@@ -192,7 +279,7 @@ class Decoder:
             event = fields.get(columns["event_id"])
             return Record(
                 str(name),
-                int(fields[columns["ds"]]) if self.count_steps else parse_time(fields[columns["ds"]]),
+                self._time(fields[columns["ds"]]),
                 parse_value(fields[columns["y"]]),
                 None if event is None else str(event),
                 partition,
@@ -204,9 +291,67 @@ class Decoder:
             detail = str(error).splitlines()[0] if str(error) else type(error).__name__
             return dead_letter("malformed", detail, partition, offset, line)
 
+    def _time(self, value: Any) -> int:
+        ds = int(value) if self.count_steps else parse_time(value)
+        if abs(ds) > LATEST:
+            raise ValueError("not a time")
+        return ds
+
+    def decode_all(
+        self, lines: Sequence[bytes], partitions: list[str], partition: np.ndarray, offset: np.ndarray
+    ) -> tuple[Records, list[DeadLetter], np.ndarray]:
+        """`decode` for many lines at once: the good ones as columns, the others, and (n,) bool which were good.
+
+        partition (n,) int32: which of `partitions` each line came from; offset (n,) int64.
+        """
+        columns = self._columns(lines) if lines else None
+        if columns is not None:
+            return Records(*columns, partitions, partition, offset), [], np.ones(len(lines), dtype=bool)
+        # Something is unusual: line by line, so that each gets its own verdict.
+        whole = [self.decode(line, partitions[p], int(o)) for line, p, o in zip(lines, partition, offset, strict=True)]
+        good = np.array([isinstance(one, Record) for one in whole], dtype=bool)
+        return Records.of([one for one in whole if isinstance(one, Record)]), [one for one in whole if isinstance(one, DeadLetter)], good
+
+    def _columns(self, lines: Sequence[bytes]) -> tuple[list[str], np.ndarray, np.ndarray, list[str | None] | None] | None:
+        """unique_id, ds, y, event_id of JSON lines that are all plain; None when one of them needs a closer look."""
+        id_column, event_column = self.columns["unique_id"], self.columns["event_id"]
+        if self.form != "json" or id_column is None or max(map(len, lines)) > MAX_RECORD_BYTES:
+            return None
+        try:
+            fields = list(map(orjson.loads, lines))
+            names, times, values = ([f[name] for f in fields] for name in (id_column, self.columns["ds"], self.columns["y"]))
+            events = [f.get(event_column) for f in fields]
+            if set(map(type, names)) != {str} or not set(map(type, times)) <= {int, float, str} or not set(map(type, values)) <= PLAIN:
+                return None
+            # Most streams stand at the same time.
+            known = {time: self._time(time) for time in set(times)}
+            ds = np.array([known[time] for time in times], dtype=np.int64)
+            y = np.array(values, dtype=np.float64)
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError):
+            return None
+        if "" in names or (np.abs(y) > LARGEST_VALUE).any():
+            return None
+        return names, ds, y, [None if e is None else str(e) for e in events] if any(e is not None for e in events) else None
+
 
 def dead_letter(reason: str, detail: str, partition: str, offset: int, raw: bytes) -> DeadLetter:
     return DeadLetter(reason, detail, partition, offset, raw[:DEAD_LETTER_BYTES].decode("utf-8", "replace"))
+
+
+def long_rows(rows: pl.DataFrame) -> pl.DataFrame:
+    """Array columns as rows: the form of files and topics that know no arrays. All arrays of a row are equally long."""
+    arrays = [name for name, kind in rows.schema.items() if isinstance(kind, pl.Array)]
+    return rows.explode(arrays) if arrays else rows
+
+
+TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.fZ"
+
+
+def to_json_lines(rows: pl.DataFrame) -> list[bytes]:
+    """A JSON object a row, and a row a step of a forecast; times in ISO 8601 UTC."""
+    rows = long_rows(rows)
+    times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
+    return rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode().splitlines()
 
 
 DEAD_LETTER_SCHEMA = {

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import MAX_RECORD_BYTES, Batch, Decoder, Positions, Record
+from connectors.streams.base import MAX_RECORD_BYTES, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
 from connectors.tables import sync_folder
 
 READ_BYTES = 1 << 18
@@ -308,9 +308,6 @@ def _space_for(path: Path) -> Iterator[None]:
         ) from error
 
 
-TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.fZ"
-
-
 class FileSink:
     """Rows appended to one `.csv` or `.ndjson` file. Receipt: the length of the file.
 
@@ -354,6 +351,7 @@ class FileSink:
     def write(self, rows: pl.DataFrame) -> None:
         if rows.height == 0:
             return
+        rows = long_rows(rows)
         if self.form == "csv":
             data = io.BytesIO()
             rows.write_csv(data, include_header=self.length == 0, datetime_format=TIME_FORMAT)
@@ -380,7 +378,7 @@ class FileSink:
 
 
 class ParquetSink:
-    """Rows as numbered Parquet files in a folder, one a flush. Receipt: the number of the next file.
+    """Rows as numbered Parquet files in a folder, one a flush; arrays stay arrays. Receipt: the number of the next file.
 
     A file appears under its name only when whole; on `resume` files from the receipt on are removed.
     """

@@ -6,17 +6,19 @@ import json
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import Batch, Decoder, Positions, Record
-from connectors.streams.files import TIME_FORMAT
+from connectors.streams.base import TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
 
 LOGGER = logging.getLogger("tethys.kafka")
 OPEN_SECONDS = 10.0
+# At the end of a topic: how long a fetch may stay open, and the rest before the next.
+IDLE_SECONDS, REST_SECONDS = 0.05, 0.005
 
 
 def _client() -> Any:
@@ -75,6 +77,8 @@ class KafkaSource:
                 # A position the broker no longer has is an error, never a silent jump.
                 "auto.offset.reset": "error",
                 "enable.partition.eof": False,
+                # Shorter than IDLE_SECONDS, so that an answer is never thrown away by a rest.
+                "fetch.wait.max.ms": 20,
             },
             logger=LOGGER,
         )
@@ -91,6 +95,7 @@ class KafkaSource:
             low, high = self._watermarks(number)
             self.next[number] = low
             self.ends[number] = high
+        self.partition_names = [f"{self.topic}[{number}]" for number in range(max(found.partitions) + 1)]
         self.decoder = Decoder("json", columns, count_steps=count_steps)
         self._assign()
 
@@ -101,38 +106,73 @@ class KafkaSource:
     def _assign(self) -> None:
         kafka = self._kafka
         self.consumer.assign([kafka.TopicPartition(self.topic, p, offset) for p, offset in self.next.items()])
+        self.assigned = [kafka.TopicPartition(self.topic, p) for p in self.next]
+        self.fetching = True
 
     def poll(self, max_records: int, timeout: float) -> Batch:
-        kafka = self._kafka
-        batch = Batch([], [])
+        if not self.follow and all(self.next[p] >= self.ends[p] for p in self.next):
+            self.ended = True
+            return Batch([], [])
+        messages: list[Any] = []
         deadline = time.monotonic() + timeout
-        while len(batch) < max_records:
-            if not self.follow and all(self.next[p] >= self.ends[p] for p in self.next):
-                self.ended = True
-                break
+        self._fetch(True)
+        while len(messages) < max_records:
             # With a first record in hand only what has already arrived is added; latency comes before batch size.
-            wait = 0.0 if len(batch) else max(0.0, deadline - time.monotonic())
-            messages = self.consumer.consume(max_records - len(batch), timeout=max(wait, 0.001))
-            for message in messages:
-                if message.error() is not None:
-                    if message.error().code() == kafka.KafkaError._AUTO_OFFSET_RESET:
-                        raise self._gone(message.partition())
-                    if message.error().fatal():
-                        raise kafka.KafkaException(message.error())
-                    continue  # transient: the client reconnects by itself
-                partition, offset = message.partition(), message.offset()
-                if offset < self.next[partition] or (not self.follow and offset >= self.ends[partition]):
-                    continue
-                outcome = self.decoder.decode(message.value() or b"", f"{self.topic}[{partition}]", offset)
-                if isinstance(outcome, Record):
-                    batch.records.append(outcome)
-                    batch.sent.append(message.timestamp()[1] / 1e3)
-                else:
-                    batch.dead.append(outcome)
-                self.next[partition] = offset + 1
-            if not messages and (len(batch) or time.monotonic() >= deadline):
-                break
-        return batch
+            wait = 0.0 if messages else min(IDLE_SECONDS, max(0.0, deadline - time.monotonic()))
+            found = self.consumer.consume(max_records - len(messages), timeout=wait)
+            messages += found if self._error_free(found) else self._checked(found)
+            if not found:
+                self._fetch(False)
+                left = deadline - time.monotonic()
+                if messages or left <= 0:
+                    break
+                time.sleep(min(REST_SECONDS, left))
+                self._fetch(True)
+        return self._decode(messages)
+
+    def _fetch(self, on: bool) -> None:
+        """Some brokers answer a fetch at the end of a topic at once and empty, which keeps the client and them spinning;
+        so nothing is fetched while everything that had arrived is being worked on."""
+        if on != self.fetching:
+            (self.consumer.resume if on else self.consumer.pause)(self.assigned)
+            self.fetching = on
+
+    @staticmethod
+    def _error_free(messages: list[Any]) -> bool:
+        return not any(message.error() is not None for message in messages)
+
+    def _checked(self, messages: list[Any]) -> list[Any]:
+        kafka = self._kafka
+        for message in messages:
+            error = message.error()
+            if error is None:
+                continue  # and of the others, transient ones pass: the client reconnects by itself
+            if error.code() == kafka.KafkaError._AUTO_OFFSET_RESET:
+                raise self._gone(message.partition())
+            if error.fatal():
+                raise kafka.KafkaException(error)
+        return [message for message in messages if message.error() is None]
+
+    def _decode(self, messages: list[Any]) -> Batch:
+        if not messages:
+            return Batch([], [])
+        partition = np.array([message.partition() for message in messages], dtype=np.int32)
+        offset = np.array([message.offset() for message in messages], dtype=np.int64)
+        wanted = np.zeros(len(messages), dtype=bool)
+        for number, following in self.next.items():
+            mine = (partition == number) & (offset >= following)
+            if not self.follow:
+                mine &= offset < self.ends[number]
+            wanted |= mine
+            if mine.any():
+                self.next[number] = int(offset[mine].max()) + 1
+        if not wanted.all():  # of before a seek, or beyond the end
+            messages = [message for message, use in zip(messages, wanted, strict=True) if use]
+            partition, offset = partition[wanted], offset[wanted]
+        lines = [message.value() or b"" for message in messages]
+        records, dead, good = self.decoder.decode_all(lines, self.partition_names, partition, offset)
+        sent = np.array([message.timestamp()[1] for message in messages]) / 1e3
+        return Batch(cast(list[Record], records), dead, sent[good].tolist())
 
     def positions(self) -> Positions:
         return {f"{self.topic}[{number}]": offset for number, offset in self.next.items()}
@@ -199,6 +239,7 @@ class KafkaSink:
         self.sent = 0 if receipt is None else int(receipt)
 
     def write(self, rows: pl.DataFrame) -> None:
+        rows = long_rows(rows)
         times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
         for row in rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).iter_rows(named=True):
             value = json.dumps(row).encode()

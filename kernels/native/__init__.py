@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from kernels.mlp import DeepState
 from kernels.network import DEFAULT, Network
 
 __all__ = [
+    "Form",
     "Layer",
     "Status",
     "conv_heads",
@@ -41,6 +42,8 @@ __all__ = [
     "supports_linear",
 ]
 
+Precision = Literal["float32", "bfloat16"]
+PRECISIONS = get_args(Precision)
 HERE = Path(__file__).parent
 LIBRARY = HERE / "tethys_native.so"  # made by kernels.native.build
 SOURCES = sorted(p.name for p in HERE.iterdir() if p.suffix in (".h", ".cpp"))
@@ -81,7 +84,8 @@ def status() -> Status:
     except (OSError, RuntimeError, AttributeError) as error:  # another libc, another torch, a library cut short
         return Status(False, f"{LIBRARY.name} does not load: {error}", 0, _SLOWER)
     name = {16: "AVX-512", 8: "AVX2", 4: "128-bit vectors"}[width]
-    return Status(True, f"native kernels, {name}", width, "none")
+    half = "bfloat16 products in hardware" if torch.ops.tethys_native.has_half() else "bfloat16 products only emulated"
+    return Status(True, f"native kernels, {name}, {half}", width, "none")
 
 
 @functools.cache
@@ -105,6 +109,13 @@ def fma_peak(seconds: float = 0.2) -> float:
         flops = fma(100_000)
         best = max(best, flops / (time.thread_time() - start))
     return best
+
+
+def _half(precision: Precision) -> bool:
+    """Whether products round their operands to bfloat16; sums, states, gates and triangles are float32 in any case."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is one of {', '.join(PRECISIONS)}, not {precision!r}")
+    return precision == "bfloat16"
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
@@ -158,8 +169,10 @@ def linear_exact(
     chunk: int = 64,
     read: str = "after",
     write: Tensor | None = None,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, MatrixState]:
     """`kernels.linear.linear_exact`, float32: q, k (B, H, T, d_k), v (B, H, T, d_v), gates (B, H, T), state (B, H, d_v, d_k)."""
+    half = _half(precision)
     if read not in ("after", "before"):
         raise ValueError(f"linear_exact: read is 'after' or 'before', not {read!r}")
     if q.shape[2] == 0:
@@ -167,10 +180,10 @@ def linear_exact(
     q, k, v = _rows(q), _rows(k), _rows(v)
     W, S = state.W.contiguous(), state.S.contiguous()
     if _wants_grad(q, k, v, theta, eta, alpha, W, S):
-        y, W, S = _Linear.apply(q, k, v, theta, eta, alpha, write, W, S, chunk, read == "before")  # type: ignore[no-untyped-call]
+        y, W, S = _Linear.apply(q, k, v, theta, eta, alpha, write, W, S, chunk, read == "before", half)  # type: ignore[no-untyped-call]
         return y, MatrixState(W, S)
     y, W1, S1 = _empty_rows(v, v.shape[-1]), torch.empty_like(W), torch.empty_like(S)
-    _ops().linear_forward(q, k, v, theta, eta, alpha, write, W, S, y, W1, S1, None, chunk, read == "before")
+    _ops().linear_forward(q, k, v, theta, eta, alpha, write, W, S, y, W1, S1, None, chunk, read == "before", half)
     return y, MatrixState(W1, S1)
 
 
@@ -179,22 +192,22 @@ def linear_step_(
 ) -> None:
     """One token, in place: q, k (B, H, 1, d_k), v and y (B, H, 1, d_v); `state` and `y` are overwritten. Under inference_mode only."""
     W, S = state
-    _ops().linear_forward(q, k, v, theta, eta, alpha, None, W, S, y, W, S, None, 1, False)
+    _ops().linear_forward(q, k, v, theta, eta, alpha, None, W, S, y, W, S, None, 1, False, False)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, theta: Tensor, eta: Tensor | None, alpha: Tensor | None, write: Tensor | None, W: Tensor,
-        S: Tensor, chunk: int, before: bool,
+        S: Tensor, chunk: int, before: bool, half: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ops = _ops()
         B, H, T, d_v = v.shape
         saved = v.new_empty(B * H * ops.linear_saved(T, k.shape[-1], d_v, chunk))
         y, W1, S1 = _empty_rows(v, d_v), torch.empty_like(W), torch.empty_like(S)
-        ops.linear_forward(q, k, v, theta, eta, alpha, write, W, S, y, W1, S1, saved, chunk, before)
+        ops.linear_forward(q, k, v, theta, eta, alpha, write, W, S, y, W1, S1, saved, chunk, before, half)
         ctx.save_for_backward(q, k, v, theta, eta, alpha, write, saved)
-        ctx.chunk, ctx.before = chunk, before
+        ctx.flags = (chunk, before, half)
         return y, W1, S1
 
     @staticmethod
@@ -206,9 +219,9 @@ class _Linear(torch.autograd.Function):
         dW1, dS1 = dW1.contiguous(), dS1.contiguous()
         dW, dS = torch.empty_like(dW1), torch.empty_like(dS1)
         _ops().linear_backward(
-            q, k, v, theta, eta, alpha, write, saved, _rows(dy), dW1, dS1, dq, dk, dv, *gates, dW, dS, ctx.chunk, ctx.before
+            q, k, v, theta, eta, alpha, write, saved, _rows(dy), dW1, dS1, dq, dk, dv, *gates, dW, dS, *ctx.flags
         )
-        return dq, dk, dv, *gates, None, dW, dS, None, None
+        return dq, dk, dv, *gates, None, dW, dS, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------------- deep memory
@@ -250,6 +263,7 @@ def deep(
     affine: tuple[Tensor, Tensor] | None = None,
     read: str = "after",
     write: Tensor | None = None,
+    precision: Precision = "float32",
 ) -> tuple[Tensor, DeepState]:
     """`kernels.mlp.deep` for two layers, float32: q, k (B, H, T, d_in), v (B, H, T, d_out), gates (B, H, T, 2) or (B, H, T) shared.
 
@@ -263,7 +277,7 @@ def deep(
     phase = state.phase.contiguous()
     outer = _outer(init, affine, network)
     tensors = (*state.W, *state.S, *state.anchor)
-    flags = (chunk, READS.index(read), network.norm, network.residual, network.eps)
+    flags = (chunk, READS.index(read), network.norm, network.residual, network.eps, _half(precision))
     gates = tuple(_by_layer(g) for g in (theta, eta, alpha))
     if _wants_grad(q, k, v, theta, eta, alpha, *tensors, *outer):
         y, *out = _Deep.apply(write, phase, flags, _rows(q), _rows(k), _rows(v), *gates, *outer, *tensors)  # type: ignore[no-untyped-call]
@@ -297,7 +311,7 @@ def deep_step_(
     tensors = [*state.W, *state.S, *state.anchor]
     _ops().deep_forward(
         q, k, v, _by_layer(theta), _by_layer(eta), _by_layer(alpha), None, state.phase, *_outer(init, affine, network), tensors, y, tensors,
-        None, 0, chunk, READS.index(read), network.norm, network.residual, network.eps,
+        None, 0, chunk, READS.index(read), network.norm, network.residual, network.eps, False,
     )  # fmt: skip
     state.phase.add_(1).remainder_(chunk)
 
@@ -377,44 +391,44 @@ def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     return _GatedNorm.apply(_rows(y), g, weight.contiguous())  # type: ignore[no-untyped-call]
 
 
+@dataclass(frozen=True)
+class Form:
+    """What a whole layer computes, apart from its weights.
+
+    theta = sigmoid(.) (1 - eta if momentum) / divisor; queries and keys have length `scale`. chunk, network and read are those of the memory;
+    a matrix memory decays to zero. precision: of the products, those of the memory included; one token alone is always float32.
+    """
+
+    heads: int
+    scale: float
+    divisor: float
+    chunk: int
+    network: Network = DEFAULT
+    read: str = "after"
+    momentum: bool = True
+    decay: bool = True
+    precision: Precision = "float32"
+
+
 class Layer:
     """A whole memory layer without autograd in one call: projections, convolution, gates, memory, norm, output gate, projection.
 
     Built once from trained weights, which it copies: qkv (3 D, D), gate (D, D), gates (3 H L, D) with bias (3 H L) in the order alpha, eta,
-    theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D).
-    theta = sigmoid(.) (1 - eta if momentum) / divisor; queries and keys have length `scale`. A matrix memory decays to zero.
+    theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D). init: what a deep memory decays towards.
     """
 
-    def __init__(
-        self,
-        qkv: Tensor,
-        gate: Tensor,
-        gates: Tensor,
-        bias: Tensor,
-        conv: Tensor,
-        norm: Tensor,
-        out: Tensor,
-        *,
-        scale: float,
-        divisor: float,
-        chunk: int,
-        init: Sequence[Tensor] | None = None,
-        network: Network = DEFAULT,
-        affine: tuple[Tensor, Tensor] | None = None,
-        read: str = "after",
-        momentum: bool = True,
-        decay: bool = True,
-    ) -> None:
+    def __init__(self, weights: Sequence[Tensor], init: Sequence[Tensor] | None, form: Form) -> None:
         def columns(weight: Tensor) -> Tensor:  # an odd number of whole vectors a row: rows then fall into different cache sets
             wide = (-(-weight.shape[0] // 16) | 1) * 16
             return torch.nn.functional.pad(weight.detach().mT, [0, wide - weight.shape[0]]).contiguous()
 
-        outer = (None if x is None else x.detach() for x in _outer(init, affine, network))
+        qkv, gate, gates, bias, conv, norm, out = weights
+        outer = (None if x is None else x.detach() for x in _outer(init, None, form.network))
         self._call = _ops().layer.default
         self._fixed = (
             columns(torch.cat((qkv, gate, gates))), *(x.detach().clone() for x in (conv, bias, norm)), columns(out), *outer,
-            out.shape[0] // norm.shape[0], scale, divisor, momentum, decay, chunk, READS.index(read), network.norm, network.residual,
-            network.eps,
+            form.heads, form.scale, form.divisor, form.momentum, form.decay, form.chunk, READS.index(form.read), form.network.norm,
+            form.network.residual, form.network.eps, _half(form.precision),
         )  # fmt: skip
 
     def __call__(self, x: Tensor, tail: Tensor, memory: MatrixState | DeepState) -> Tensor:

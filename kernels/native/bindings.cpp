@@ -97,12 +97,12 @@ static float* room(const Tensor& t, const char* name, size_t floats) {
 }
 
 static LinearCall linear_call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& theta, const Maybe& eta, const Maybe& alpha,
-                              const Maybe& write, int64_t chunk, bool before) {
+                              const Maybe& write, int64_t chunk, bool before, bool half) {
   LinearCall c{};
   check(v, "v", 4);
   check(k, "k", 4);
   c.B = v.size(0), c.H = v.size(1), c.T = v.size(2), c.dv = v.size(3), c.dk = k.size(3);
-  c.chunk = chunk, c.read_before = before;
+  c.chunk = chunk, c.read_before = before, c.half = half;
   STD_TORCH_CHECK(chunk > 0, "tethys_native: chunk must be positive");
   c.q = rows(q, "q", c.B, c.H, c.T, c.dk), c.k = rows(k, "k", c.B, c.H, c.T, c.dk), c.v = rows(v, "v", c.B, c.H, c.T, c.dv);
   c.theta = gate(theta, "theta", c.B, c.H, c.T, 0), c.eta = gate(eta, "eta", c.B, c.H, c.T, 0);
@@ -118,8 +118,8 @@ static int64_t linear_saved(int64_t T, int64_t dk, int64_t dv, int64_t chunk) {
 }
 
 static void linear_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor W, Tensor S, Tensor y,
-                           Tensor W_out, Tensor S_out, Maybe saved, int64_t chunk, bool before) {
-  LinearCall c = linear_call(q, k, v, theta, eta, alpha, write, chunk, before);
+                           Tensor W_out, Tensor S_out, Maybe saved, int64_t chunk, bool before, bool half) {
+  LinearCall c = linear_call(q, k, v, theta, eta, alpha, write, chunk, before, half);
   c.y = rows(y, "y", c.B, c.H, c.T, c.dv);
   c.W = block(W, "W", c.B, c.H, c.dv, c.dk), c.S = block(S, "S", c.B, c.H, c.dv, c.dk);
   c.W_out = block(W_out, "W_out", c.B, c.H, c.dv, c.dk), c.S_out = block(S_out, "S_out", c.B, c.H, c.dv, c.dk);
@@ -130,8 +130,8 @@ static void linear_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta
 
 static void linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor saved, Tensor dy,
                             Tensor dW_out, Tensor dS_out, Tensor dq, Tensor dk, Tensor dv, Tensor dtheta, Maybe deta, Maybe dalpha, Tensor dW,
-                            Tensor dS, int64_t chunk, bool before) {
-  LinearCall c = linear_call(q, k, v, theta, eta, alpha, write, chunk, before);
+                            Tensor dS, int64_t chunk, bool before, bool half) {
+  LinearCall c = linear_call(q, k, v, theta, eta, alpha, write, chunk, before, half);
   STD_TORCH_CHECK(eta.has_value() == deta.has_value() && alpha.has_value() == dalpha.has_value(), "tethys_native: a gate lacks its gradient");
   c.saved = room(saved, "saved", c.B * c.H * g_core->linear_saved(c));
   c.dy = rows(dy, "dy", c.B, c.H, c.T, c.dv), c.dq = rows(dq, "dq", c.B, c.H, c.T, c.dk);
@@ -154,12 +154,12 @@ static const float* heads_of(const Maybe& t, const char* name, int64_t H, int64_
 // state: W1, W2, S1, S2, A1, A2, each contiguous (B, H, out, in).
 static DeepCall deep_call(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& theta, const Maybe& eta, const Maybe& alpha,
                           const Maybe& write, const Tensor& phase, const Maybe& init1, const Maybe& init2, const Maybe& scale,
-                          const Maybe& shift, int64_t h, int64_t chunk, int64_t read, bool norm, bool residual, double eps) {
+                          const Maybe& shift, int64_t h, int64_t chunk, int64_t read, bool norm, bool residual, double eps, bool half) {
   DeepCall c{};
   check(v, "v", 4);
   check(k, "k", 4);
   c.B = v.size(0), c.H = v.size(1), c.T = v.size(2), c.dout = v.size(3), c.din = k.size(3), c.h = h;
-  c.chunk = chunk, c.read = (int)read, c.norm = norm, c.residual = residual, c.eps = (float)eps;
+  c.chunk = chunk, c.read = (int)read, c.norm = norm, c.residual = residual, c.eps = (float)eps, c.half = half;
   STD_TORCH_CHECK(chunk > 0 && c.T > 0, "tethys_native: chunk and T must be positive");
   STD_TORCH_CHECK(!residual || c.din == c.dout, "tethys_native: a residual memory needs d_in == d_out");
   c.q = rows(q, "q", c.B, c.H, c.T, c.din), c.k = rows(k, "k", c.B, c.H, c.T, c.din), c.v = rows(v, "v", c.B, c.H, c.T, c.dout);
@@ -201,9 +201,9 @@ static int64_t deep_saved(int64_t din, int64_t dout, int64_t h) {
 
 static void deep_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor phase, Maybe init1,
                          Maybe init2, Maybe scale, Maybe shift, std::vector<Tensor> state, Tensor y, std::vector<Tensor> out, Maybe saved,
-                         int64_t blocks, int64_t chunk, int64_t read, bool norm, bool residual, double eps) {
+                         int64_t blocks, int64_t chunk, int64_t read, bool norm, bool residual, double eps, bool half) {
   STD_TORCH_CHECK(state.size() == 6 && out.size() == 6, "tethys_native: state is W1, W2, S1, S2, A1, A2");
-  DeepCall c = deep_call(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, state[0].size(2), chunk, read, norm, residual, eps);
+  DeepCall c = deep_call(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, state[0].size(2), chunk, read, norm, residual, eps, half);
   c.y = rows(y, "y", c.B, c.H, c.T, c.dout);
   deep_blocks((float**)c.W, state, 0, "W", c), deep_blocks((float**)c.S, state, 2, "S", c), deep_blocks((float**)c.A, state, 4, "anchor", c);
   deep_blocks(c.W_out, out, 0, "W", c), deep_blocks(c.S_out, out, 2, "S", c), deep_blocks(c.A_out, out, 4, "anchor", c);
@@ -218,10 +218,10 @@ static void deep_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, 
 static void deep_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Maybe eta, Maybe alpha, Maybe write, Tensor phase, Maybe init1,
                           Maybe init2, Maybe scale, Maybe shift, std::vector<Tensor> anchor, Tensor saved, int64_t blocks, Tensor dy,
                           std::vector<Tensor> dstate, Tensor dq, Tensor dk, Tensor dv, Tensor dtheta, Maybe deta, Maybe dalpha,
-                          std::vector<Tensor> grads, int64_t chunk, int64_t read, bool norm, bool residual, double eps) {
+                          std::vector<Tensor> grads, int64_t chunk, int64_t read, bool norm, bool residual, double eps, bool half) {
   STD_TORCH_CHECK(anchor.size() == 2 && dstate.size() == 6 && grads.size() == (size_t)(6 + (init1 ? 2 : 0) + (scale ? 2 : 0)),
                   "tethys_native: wrong number of states or gradients");
-  DeepCall c = deep_call(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, anchor[0].size(2), chunk, read, norm, residual, eps);
+  DeepCall c = deep_call(q, k, v, theta, eta, alpha, write, phase, init1, init2, scale, shift, anchor[0].size(2), chunk, read, norm, residual, eps, half);
   deep_blocks((float**)c.A, anchor, 0, "anchor", c);
   c.blocks = blocks;
   c.saved = room(saved, "saved", c.B * c.H * blocks * g_core->deep_saved(c));
@@ -308,13 +308,14 @@ static void gate_backward(Tensor y, Tensor g, Tensor weight, Tensor dout, Tensor
 // to an odd number of vectors of 16. state: W, S of a matrix memory, or W1, W2, S1, S2, A1, A2 of a deep one, changed in place like tail and phase.
 static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase, Tensor y, Tensor project, Tensor conv, Tensor bias,
                        Tensor norm, Tensor output, Maybe init1, Maybe init2, Maybe scale, Maybe shift, int64_t heads, double length,
-                       double divisor, bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps) {
+                       double divisor, bool momentum, bool decay, int64_t chunk, int64_t read, bool lnorm, bool residual, double eps,
+                  bool half) {
   check(x, "x", 3);
   check(state[0], "state", 4);
   StepCall c{};
   c.matrix = state.size() == 2;
   STD_TORCH_CHECK(c.matrix || (state.size() == 6 && phase), "tethys_native: state is W, S or W1, W2, S1, S2, A1, A2 with phase");
-  c.layers = c.matrix ? 1 : 2, c.momentum = momentum, c.decay = decay, c.divisor = (float)divisor;
+  c.layers = c.matrix ? 1 : 2, c.momentum = momentum, c.decay = decay, c.divisor = (float)divisor, c.half = half;
   int64_t B = x.size(0), T = x.size(1), H = heads, D = norm.size(0) * heads, d = norm.size(0), L = c.layers;
   int64_t width = ((4 * D + 3 * H * L + 15) / 16 | 1) * 16, wide = ((D + 15) / 16 | 1) * 16;
   c.width = width, c.wide = wide;
@@ -377,18 +378,39 @@ static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase,
   for (int64_t b = 0; b < B; ++b) memcpy(c.y + b * D, result + b * wide, D * 4);
 }
 
+// c (=, +=) op(a) op(b): matrices with rows of unit stride; ta, tb: the operand is given transposed.
+static void matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor c, bool add, bool half) {
+  for (const Tensor* t : {&a, &b, &c}) {
+    check(*t, "a factor or the product", 2);
+    STD_TORCH_CHECK(t->stride(1) == 1 || t->size(1) == 1, "tethys_native: the rows of a product's matrices must have unit stride");
+  }
+  int64_t M = c.size(0), N = c.size(1), K = a.size(ta ? 0 : 1);
+  STD_TORCH_CHECK(a.size(ta ? 1 : 0) == M && b.size(tb ? 1 : 0) == K && b.size(tb ? 0 : 1) == N, "tethys_native: factors do not fit");
+  constexpr int64_t step = 256; // rows a unit of work: their share of a stays in the second cache
+  auto run = [&](int64_t from, int64_t to) {
+    for (int64_t m = from; m < to; ++m)
+      g_core->matmul(m * step, M - m * step < step ? M - m * step : step, N, K, (const float*)a.data_ptr(), a.stride(0), ta,
+                     (const float*)b.data_ptr(), b.stride(0), tb, (float*)c.data_ptr(), c.stride(0), add, half);
+  };
+  over_memories((M + step - 1) / step, run);
+}
+
+static bool has_half() { return g_core->has_half(); }
+
 STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def("sources() -> str");
   m.def("select_width(int width) -> int");
   m.def("fma_flops(int repeats) -> float");
+  m.def("has_half() -> bool");
+  m.def("matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor(a!) c, bool add, bool half) -> ()");
   m.def("linear_saved(int T, int dk, int dv, int chunk) -> int");
   m.def(
       "linear_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor W, Tensor S, "
-      "Tensor(a!) y, Tensor(b!) W_out, Tensor(c!) S_out, Tensor(d!)? saved, int chunk, bool before) -> ()");
+      "Tensor(a!) y, Tensor(b!) W_out, Tensor(c!) S_out, Tensor(d!)? saved, int chunk, bool before, bool half) -> ()");
   m.def(
       "linear_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor saved, Tensor dy, "
       "Tensor dW_out, Tensor dS_out, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dtheta, Tensor(e!)? deta, Tensor(f!)? dalpha, "
-      "Tensor(g!) dW, Tensor(h!) dS, int chunk, bool before) -> ()");
+      "Tensor(g!) dW, Tensor(h!) dS, int chunk, bool before, bool half) -> ()");
   m.def("heads_forward(Tensor u, Tensor tail, Tensor weight, Tensor(a!) out, int heads, float scale) -> ()");
   m.def(
       "heads_backward(Tensor u, Tensor tail, Tensor weight, Tensor dq, Tensor dk, Tensor dv, Tensor(a!) du, Tensor(b!) dtail, "
@@ -398,24 +420,25 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def(
       "layer(Tensor x, Tensor(a!) tail, Tensor(b!)[] state, Tensor(c!)? phase, Tensor(d!) y, Tensor project, Tensor conv, Tensor bias, "
       "Tensor norm, Tensor out, Tensor? init1, Tensor? init2, Tensor? scale, Tensor? shift, int heads, float length, float divisor, "
-      "bool momentum, bool decay, int chunk, int read, bool lnorm, bool residual, float eps) -> ()");
+      "bool momentum, bool decay, int chunk, int read, bool lnorm, bool residual, float eps, bool half) -> ()");
   m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
   m.def("deep_saved(int din, int dout, int h) -> int");
   m.def(
       "deep_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor phase, Tensor? init1, "
       "Tensor? init2, Tensor? scale, Tensor? shift, Tensor[] state, Tensor(a!) y, Tensor(b!)[] out, Tensor(c!)? saved, int blocks, "
-      "int chunk, int read, bool norm, bool residual, float eps) -> ()");
+      "int chunk, int read, bool norm, bool residual, float eps, bool half) -> ()");
   m.def(
       "deep_backward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor phase, Tensor? init1, "
       "Tensor? init2, Tensor? scale, Tensor? shift, Tensor[] anchor, Tensor saved, int blocks, Tensor dy, Tensor[] dstate, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) dtheta, Tensor(e!)? deta, Tensor(f!)? dalpha, Tensor(g!)[] grads, int chunk, int read, "
-      "bool norm, bool residual, float eps) -> ()");
+      "bool norm, bool residual, float eps, bool half) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tethys_native, CompositeExplicitAutograd, m) {
   m.impl("sources", TORCH_BOX(&sources));
   m.impl("select_width", TORCH_BOX(&select_width));
   m.impl("fma_flops", TORCH_BOX(&fma_flops));
+  m.impl("has_half", TORCH_BOX(&has_half));
   m.impl("linear_saved", TORCH_BOX(&linear_saved));
   m.impl("deep_saved", TORCH_BOX(&deep_saved));
 }
@@ -428,6 +451,7 @@ STABLE_TORCH_LIBRARY_IMPL(tethys_native, CPU, m) {
   m.impl("gate_forward", TORCH_BOX(&gate_forward));
   m.impl("gate_backward", TORCH_BOX(&gate_backward));
   m.impl("layer", TORCH_BOX(&layer));
+  m.impl("matmul", TORCH_BOX(&matmul));
   m.impl("deep_count", TORCH_BOX(&deep_count));
   m.impl("deep_forward", TORCH_BOX(&deep_forward));
   m.impl("deep_backward", TORCH_BOX(&deep_backward));

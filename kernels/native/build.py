@@ -18,6 +18,7 @@ from pathlib import Path
 from kernels.native import HERE, LIBRARY, fingerprint
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi")
+BOUND = ("bindings", "streams")  # with torch's headers; streams.cpp holds the loops of its own operators
 X86 = ((16, "x86-64-v4"), (8, "x86-64-v3"), (4, "x86-64"))  # floats a vector, -march
 
 
@@ -37,7 +38,7 @@ def build() -> Path:
     root = Path(torch.__file__).parent
     widths = X86 if platform.machine() in ("x86_64", "AMD64") else ((4, None),)
     with tempfile.TemporaryDirectory() as scratch:
-        objects = [Path(scratch, f"core{width}.o") for width, _ in widths] + [Path(scratch, "bindings.o")]
+        objects = [Path(scratch, f"core{width}.o") for width, _ in widths] + [Path(scratch, f"{name}.o") for name in BOUND]
         commands = [
             [
                 *(cxx, "-c", *FLAGS, *([f"-march={arch}"] if arch else [])),
@@ -46,7 +47,8 @@ def build() -> Path:
             for (width, arch), out in zip(widths, objects, strict=False)
         ]
         include = [f"-I{root}/include", f"-I{root}/include/torch/csrc/api/include", f'-DTETHYS_SOURCES="{fingerprint()}"']
-        commands.append([cxx, "-c", *FLAGS, *include, str(HERE / "bindings.cpp"), "-o", str(objects[-1])])
+        for name, out in zip(BOUND, objects[-len(BOUND) :], strict=True):
+            commands.append([cxx, "-c", *FLAGS, "-O3", *include, str(HERE / f"{name}.cpp"), "-o", str(out)])
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))
         made = Path(scratch, LIBRARY.name)

@@ -5,7 +5,7 @@
 // Row 0 is the state before the chunk, row t the state after token t-1. A token that does not write repeats the row before it.
 #pragma once
 #include "core.h"
-#include "vector.h"
+#include "half.h"
 
 namespace {
 

@@ -26,7 +26,7 @@ double fma(long repeats) { // 12 independent accumulators hide the latency of tw
 }
 
 void product(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc) {
-  gemm<false>(M, N, K, A, lda, B, ldb, C, ldc, SET);
+  gemm32<false>(M, N, K, A, lda, B, ldb, C, ldc, SET);
 }
 
 long deep_count(const tethys::DeepCall& c) {
@@ -44,5 +44,5 @@ long deep_count(const tethys::DeepCall& c) {
 extern const tethys::Core TETHYS_CORE;
 const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
                                   deep_step, heads_forward, heads_backward, gate_forward, gate_backward,
-                                  product, layer_step, layer_forward,
+                                  product, has_half, matmul, layer_step, layer_forward,
                                   linear_saved, deep_count, deep_saved, fma};

@@ -32,6 +32,7 @@ constexpr float kGateFloor = 1e-6f;
 struct LinearCall {
   long B, H, T, dk, dv, chunk;
   bool read_before;
+  bool half; // products in bfloat16 (half.h)
   Rows q, k, v, y;
   Gate theta, eta, alpha;
   Mask write;
@@ -49,6 +50,7 @@ struct DeepCall {
   long B, H, T, din, dout, h, chunk;
   int read;     // 0 after the write, 1 before it, 2 the anchor
   bool norm, residual;
+  bool half;    // products in bfloat16 (half.h)
   bool shared;  // one gate for both layers; gradients then go to layer 0 alone
   float eps;
   Rows q, k, v, y;
@@ -103,6 +105,7 @@ struct GateCall {
 // output projection takes. Tail and memory are updated in place.
 struct StepCall {
   bool matrix, momentum, decay;
+  bool half; // products in bfloat16 (half.h); one token is always in float32
   long layers;       // L: gates a head
   long width, wide;  // padded rows of project and output
   const float *x, *project, *output;
@@ -133,6 +136,9 @@ struct Core {
   void (*gate_forward)(const GateCall&, long begin, long end);
   void (*gate_backward)(const GateCall&, long begin, long end);
   void (*product)(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc); // N padded
+  bool (*has_half)(); // whether bfloat16 products are the processor's own
+  void (*matmul)(long first, long M, long N, long K, const float* A, long lda, bool ta, const float* B, long ldb, bool tb, float* C, long ldc,
+                 bool add, bool half); // rows [first, first + M) of C (=, +=) op(A) op(B)
   void (*layer_step)(const StepCall&, long begin, long end);
   void (*layer_forward)(const StepCall&, long begin, long end); // streams, not memories
   size_t (*linear_saved)(const LinearCall&); // floats a memory

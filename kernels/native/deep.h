@@ -344,6 +344,7 @@ void store_deep(const Deep& w, const DeepCall& c, long m, bool wrote) {
 
 void deep_forward(const DeepCall& c, long begin, long end) {
   FlushDenormals flush;
+  Products products(c.half);
   Scratch s;
   Deep w(s, c, false);
   std::vector<Block> blocks;

@@ -284,6 +284,7 @@ struct DeepReverse {
 
 void deep_backward(const DeepCall& c, long begin, long end) {
   FlushDenormals flush;
+  Products products(c.half);
   Scratch s;
   Deep w(s, c, true);
   DeepReverse g(s, w);

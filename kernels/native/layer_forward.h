@@ -11,6 +11,7 @@ constexpr long kTile = 64; // tokens: a tile of projections is then a quarter of
 // Streams [begin, end). State and tail in place; phase is left to the caller, who knows T.
 void layer_forward(const tethys::StepCall& call, long begin, long end) {
   FlushDenormals flush;
+  Products products(call.half);
   Scratch s;
   tethys::StepCall c = call;
   HeadsCall& h = c.heads;

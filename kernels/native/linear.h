@@ -122,6 +122,7 @@ struct LinearForward {
 
 void linear_forward(const LinearCall& c, long begin, long end) {
   FlushDenormals flush;
+  Products products(c.half);
   Scratch s;
   LinearForward f(s, c, c.chunk < c.T ? c.chunk : c.T);
   for (long m = begin; m < end; ++m) {
@@ -134,6 +135,7 @@ void linear_forward(const LinearCall& c, long begin, long end) {
 // Chunks in reverse; each is recomputed from its saved start.
 void linear_backward(const LinearCall& c, long begin, long end) {
   FlushDenormals flush;
+  Products products(c.half);
   Scratch s;
   long most = c.chunk < c.T ? c.chunk : c.T;
   LinearChunk w(s, c, most);

@@ -230,7 +230,7 @@ inline void tile_rows(long M, long K, const float* A, long lda, const float* B, 
 
 // N counts padded columns (a multiple of VL).
 template <bool T>
-__attribute__((noinline)) void gemm(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc, Mode mode) {
+__attribute__((noinline)) void gemm32(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc, Mode mode) {
   long j = 0;
   for (; j + NR * VL <= N; j += NR * VL) tile_rows<T, NR>(M, K, A, lda, B + j, ldb, C + j, ldc, mode);
   for (; j < N; j += VL) tile_rows<T, 1>(M, K, A, lda, B + j, ldb, C + j, ldc, mode);
@@ -240,7 +240,7 @@ __attribute__((noinline)) void gemm(long M, long N, long K, const float* A, long
 __attribute__((noinline)) void lower(long n, long N, const float* L, long ldl, const float* B, long ldb, float* C, long ldc, Mode mode) {
   for (long r = 0; r < n; r += MR) {
     long m = n - r < MR ? n - r : MR;
-    gemm<false>(m, N, r + m, L + r * ldl, ldl, B, ldb, C + r * ldc, ldc, mode);
+    gemm32<false>(m, N, r + m, L + r * ldl, ldl, B, ldb, C + r * ldc, ldc, mode);
   }
 }
 
@@ -248,7 +248,7 @@ __attribute__((noinline)) void lower(long n, long N, const float* L, long ldl, c
 __attribute__((noinline)) void lower_transposed(long n, long N, const float* L, long ldl, const float* B, long ldb, float* C, long ldc, Mode mode) {
   for (long r = 0; r < n; r += MR) {
     long m = n - r < MR ? n - r : MR;
-    gemm<true>(m, N, n - r, L + r * ldl + r, ldl, B + r * ldb, ldb, C + r * ldc, ldc, mode);
+    gemm32<true>(m, N, n - r, L + r * ldl + r, ldl, B + r * ldb, ldb, C + r * ldc, ldc, mode);
   }
 }
 
@@ -256,7 +256,7 @@ __attribute__((noinline)) void lower_transposed(long n, long N, const float* L, 
 __attribute__((noinline)) void lower_of_product(long n, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc) {
   for (long r = 0; r < n; r += MR) {
     long m = n - r < MR ? n - r : MR;
-    gemm<false>(m, pad(r + m), K, A + r * lda, lda, B, ldb, C + r * ldc, ldc, SET);
+    gemm32<false>(m, pad(r + m), K, A + r * lda, lda, B, ldb, C + r * ldc, ldc, SET);
   }
 }
 

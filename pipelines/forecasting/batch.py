@@ -41,7 +41,8 @@ from pipelines import DEFAULT_TRACKING_URI
 from pipelines.forecasting.calendar import on_wall_clock, to_zone
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.job import forecast_panel, load_forecaster
-from pipelines.forecasting.validation import Rules, check
+from pipelines.forecasting.reading import clocked, with_empty
+from pipelines.forecasting.validation import Rules, check, check_future
 from pipelines.windows import Panel, panel, parse_frequency, ray_cluster
 
 KEPT_RUNS = 7
@@ -63,6 +64,13 @@ class Input(_Settings):
     csv: tables.CsvForm | None = None
 
 
+class Future(_Settings):
+    """A table of the covariates known ahead, with the ids and stamps of the input under the same names."""
+
+    uri: str
+    csv: tables.CsvForm | None = None
+
+
 class Output(_Settings):
     """uri: the table to write; `{as_of}` in it becomes the date. keep_other_dates: one table for all dates; a run
     replaces the rows of its own date and leaves the others."""
@@ -79,7 +87,8 @@ class Model(_Settings):
 class Job(_Settings):
     """What a job file holds.
 
-    zone: of stamps without one, and of `--as-of`. history: rows a series is read back from the date (all where absent).
+    future: covariates known ahead; where absent the input's own rows from the date on hold them. zone: of stamps without one, and of
+    `--as-of`. history: rows a series is read back from the date (all where absent).
     horizon: steps (the model's own where absent). rules: see `pipelines.forecasting.validation.Rules`; strict by default.
     stale_after: steps after which a series without new rows is reported and not forecast. series_per_shard bounds memory.
     executor: `ray` works on `workers` shards at a time. work: folder of the parts.
@@ -87,6 +96,7 @@ class Job(_Settings):
 
     name: str = pydantic.Field(pattern=r"^[A-Za-z0-9._-]+$")
     input: Input
+    future: Future | None = None
     output: Output
     model: Model
     tracking_uri: str = DEFAULT_TRACKING_URI
@@ -136,6 +146,8 @@ class Shard:
     model: Loaded
     as_of: str
     folder: Path
+    future: str | None = None
+    """Where the covariates known ahead are read from; None: from the source itself."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +269,11 @@ def run_shards(job: Job, model: Loaded, as_of: str, tell: Any = lambda part: Non
     folder = job.work / job.name / key
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
-        source = _staged(job, folder)
+        source = _staged(job.input, job.input.id_column, folder / "input.parquet")
+        future = None if job.future is None else _staged(job.future, job.input.id_column, folder / "future.parquet")
         shards, no_id = _shards(job, model, as_of, source, folder)
         parts = []
+        shards = [dataclasses.replace(shard, future=future) for shard in shards]
         for part in _local(shards) if job.executor == "local" else _on_ray(shards, job.workers):
             parts.append(part)
             tell(part)
@@ -271,15 +285,15 @@ def run_shards(job: Job, model: Loaded, as_of: str, tell: Any = lambda part: Non
         failures_file = folder / "failures.csv"
         tables.write(failures, failures_file)
         first = dict(failures.head(3).iter_rows())
-        made = [frame for frame in (pl.read_parquet(p.forecasts) for p in parts) if frame.height]
-        forecasts = pl.concat(made) if made else NOTHING
-        if forecasts.height == 0:
+        made = [p.forecasts for p in parts if p.rows]
+        rows = sum(p.rows for p in parts)
+        if not made:
             told = "; ".join(f"{name}: {reason}" for name, reason in first.items()) or "no row is older"
             raise UserError(f"no series of {job.input.uri} could be forecast as of {as_of}: {told}")
-        output = _deliver(forecasts, job, as_of)
+        output = _deliver(made, job, as_of)
         _tidy(folder, parts)
     return Summary(
-        job.name, as_of, model.name, key, sum(p.series for p in parts), failures.height, forecasts.height,
+        job.name, as_of, model.name, key, sum(p.series for p in parts), failures.height, rows,
         len(parts), sum(p.resumed for p in parts), round(time.monotonic() - began, 2), output, str(failures_file), first,
     )  # fmt: skip
 
@@ -287,14 +301,15 @@ def run_shards(job: Job, model: Loaded, as_of: str, tell: Any = lambda part: Non
 def forecast_shard(shard: Shard) -> Part:
     """Read, check, forecast and keep one shard, unless it lies there already, made from the same rows."""
     began = time.monotonic()
-    rows = _read(shard)
-    digest = hashlib.blake2b(_bytes(rows), digest_size=_DIGEST // 2).hexdigest()
+    rows, future = _read(shard)
+    made_from = _bytes(rows) if future is None else _bytes(rows) + _bytes(future)
+    digest = hashlib.blake2b(made_from, digest_size=_DIGEST // 2).hexdigest()
     stem = shard.folder / f"shard-{shard.index:05d}-{digest}"
     forecasts, failures = stem.with_suffix(".parquet"), stem.with_suffix(".failed.parquet")
     resumed = forecasts.exists() and failures.exists()
     if not resumed:
         with _one_thread():
-            made, lost = forecast_rows(rows, shard.job, shard.model, shard.as_of)
+            made, lost = forecast_rows(rows, shard.job, shard.model, shard.as_of, future)
         # The forecasts come last: where they lie the shard is whole.
         tables.write(lost, failures)
         tables.write(made, forecasts)
@@ -303,8 +318,12 @@ def forecast_shard(shard: Shard) -> Part:
     return Part(shard.index, forecasts, failures, series, failed, count, time.monotonic() - began, resumed)
 
 
-def forecast_rows(rows: pl.DataFrame, job: Job, model: Loaded, as_of: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+def forecast_rows(
+    rows: pl.DataFrame, job: Job, model: Loaded, as_of: str, future: pl.DataFrame | None = None
+) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Forecasts of the series of a long frame that ends before `as_of`, and the series that failed with their reasons.
+
+    future: rows that hold the covariates known ahead, named as in the input.
 
     Forecasts: unique_id, ds (in the zone), mean, the quantiles, as_of, model, short_history (fewer rows than the
     look-back, so that the forecast rests on little). Both frames are sorted by id.
@@ -333,13 +352,20 @@ def forecast_rows(rows: pl.DataFrame, job: Job, model: Loaded, as_of: str) -> tu
         good = good.group_by("unique_id", maintain_order=True).tail(job.history)
     parts = []
     if good.height:
-        table = panel(good.select("unique_id", "ds", "y"), frequency=estimator.frequency_)
+        names = estimator.encoder_.names
+        known = with_empty(good, names, rows).select("unique_id", "ds", "y", *names)
+        table = panel(known, frequency=estimator.frequency_, covariates=names, source=source.uri)
         nothing = [name for name, seen in zip(table.ids, np.add.reduceat(table.observed, table.offsets[:-1]), strict=True) if not seen]
         stale = _stale(table, job, as_of)
         reasons.update({name: "empty_series: no value to forecast from" for name in nothing})
         reasons.update(stale)
+        if estimator.encoder_.ahead:
+            future, lacking = _future(table, estimator, job, rules, future)
+            reasons = {**lacking, **reasons}
+        else:
+            future = None
         keep = [i for i, name in enumerate(table.ids) if name not in reasons]
-        for part, failed in _forecasts(estimator, _subset(table, keep), job.horizon):
+        for part, failed in _forecasts(estimator, _subset(table, keep), job.horizon, future):
             parts.append(part)
             reasons.update(failed)
     failures = pl.DataFrame({"unique_id": list(reasons), "reason": list(reasons.values())}, schema=FAILURES).sort("unique_id")
@@ -357,14 +383,40 @@ def forecast_rows(rows: pl.DataFrame, job: Job, model: Loaded, as_of: str) -> tu
     return made.sort("unique_id", "ds"), failures
 
 
+def _future(
+    table: Panel, estimator: TitansForecaster, job: Job, rules: Rules, rows: pl.DataFrame | None
+) -> tuple[pl.DataFrame, dict[str, str]]:
+    """Covariates known ahead, on the clock of the series, and the series that lack some with the reason."""
+    source, ahead = job.input, estimator.encoder_.ahead
+    address = source.uri if job.future is None else job.future.uri
+    if rows is None:
+        raise UserError(f"the model needs {', '.join(map(repr, ahead))} at the rows of the horizon: give them with the job")
+    if source.id_column is not None:
+        rows = rows.filter(pl.col(source.id_column).cast(pl.String).is_in(list(table.ids)))
+    known, checked = clocked(
+        rows, rules, estimator.frequency_, ahead, address, id_column=source.id_column,
+        time_column=source.time_column, target_column=source.target_column,
+    )  # fmt: skip
+    ends = pl.DataFrame({"unique_id": list(table.ids), "ds": table.ds[table.offsets[1:] - 1]})
+    _, report = check_future(ends, known, ahead, frequency=estimator.frequency_, horizon=estimator.horizon)
+    reasons: dict[str, str] = {}
+    for finding in (*checked.of_level("error"), *report.of_level("error")):
+        if not finding.series:
+            raise UserError(f"{address}: {finding.message}: {finding.remedy}")
+        for name, count, stamp in zip(finding.series, finding.counts, finding.stamps, strict=True):
+            reasons.setdefault(name, f"future, {finding.kind}: {count} rows (first {stamp}); {finding.remedy}")
+    return known, reasons
+
+
 def _forecasts(
-    estimator: TitansForecaster, table: Panel, horizon: int | None
+    estimator: TitansForecaster, table: Panel, horizon: int | None, future: pl.DataFrame | None = None
 ) -> Iterator[tuple[pl.DataFrame, dict[str, str]]]:
     """All series at once; where that fails, one by one, so that only the culprits are lost."""
     if not len(table):
         return
     try:
-        made = forecast_panel(estimator, table, horizon)
+        mine = None if future is None else future.filter(pl.col("unique_id").is_in(list(table.ids)))
+        made = forecast_panel(estimator, table, horizon, future=mine)
     except UserError:
         raise
     except Exception as error:
@@ -374,7 +426,7 @@ def _forecasts(
         made = None
     if made is None:
         for i in range(len(table)):
-            yield from _forecasts(estimator, _subset(table, [i]), horizon)
+            yield from _forecasts(estimator, _subset(table, [i]), horizon, future)
         return
     numbers = [c for c in made.columns if made.schema[c].is_float()]
     wrong = made.filter(~pl.all_horizontal(pl.col(c).is_finite() for c in numbers))
@@ -386,11 +438,7 @@ def _forecasts(
 def _subset(table: Panel, keep: Sequence[int]) -> Panel:
     if len(keep) == len(table):
         return table
-    rows = [np.arange(table.offsets[i], table.offsets[i + 1]) for i in keep]
-    index = np.concatenate(rows) if rows else np.empty(0, dtype=np.int64)
-    offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows])]).astype(np.int64)
-    ids = tuple(table.ids[i] for i in keep)
-    return Panel(ids, table.ds[index], table.y[index], table.observed[index], offsets, table.frequency)
+    return table.take([np.arange(table.offsets[i], table.offsets[i + 1]) for i in keep], [table.ids[i] for i in keep])
 
 
 def _stale(table: Panel, job: Job, as_of: str) -> dict[str, str]:
@@ -425,21 +473,32 @@ def _moment(as_of: str, zone: str | None, frequency: str) -> Any:
     return np.datetime64(given.astimezone(UTC).replace(tzinfo=None), "us")
 
 
-def _read(shard: Shard) -> pl.DataFrame:
-    """The rows of a shard that are known on the date, sorted by id and in the order of the table."""
-    source = shard.job.input
-    scan = pl.scan_parquet(shard.source, hive_partitioning=True)
-    columns = [c for c in (source.id_column, source.time_column, source.target_column) if c is not None]
-    if source.id_column is not None:
-        text = scan.collect_schema()[source.id_column] == pl.String
-        key = pl.col(source.id_column) if text else pl.col(source.id_column).cast(pl.String)
-        scan = scan.filter(key.is_between(pl.lit(shard.first), pl.lit(shard.last)))
-    rows = scan.select(columns).collect(engine="in-memory")
+def _read(shard: Shard) -> tuple[pl.DataFrame, pl.DataFrame | None]:
+    """The rows of a shard that are known on the date, sorted by id and in the order of the table; and those of its covariates ahead."""
+    source, encoder = shard.job.input, shard.model.estimator.encoder_
+    keys = [c for c in (source.id_column, source.time_column) if c is not None]
+    rows = _of_shard(shard, shard.source, [*keys, source.target_column, *(n for n in encoder.names if n != source.target_column)])
     ds = rows.get_column(source.time_column)
     frequency = shard.model.estimator.frequency_
     until = _moment(shard.as_of, shard.job.zone, frequency)
-    rows = rows.filter(_before(ds, until, shard.job.zone, frequency, source.uri))
-    return rows if source.id_column is None else rows.sort(source.id_column, maintain_order=True)
+    known = _before(ds, until, shard.job.zone, frequency, source.uri)
+    future = None
+    if encoder.ahead:
+        # A series may have ended before the date: the rows after its last one are future to it.
+        future = rows.select(*keys, *encoder.ahead) if shard.future is None else _of_shard(shard, shard.future, [*keys, *encoder.ahead])
+    return rows.filter(known), future
+
+
+def _of_shard(shard: Shard, address: str, columns: list[str]) -> pl.DataFrame:
+    """Some columns of a table for the ids of a shard, sorted by id."""
+    id_column = shard.job.input.id_column
+    scan = pl.scan_parquet(address, hive_partitioning=True)
+    if id_column is not None:
+        text = scan.collect_schema()[id_column] == pl.String
+        key = pl.col(id_column) if text else pl.col(id_column).cast(pl.String)
+        scan = scan.filter(key.is_between(pl.lit(shard.first), pl.lit(shard.last)))
+    rows = scan.select(columns).collect(engine="in-memory")
+    return rows if id_column is None else rows.sort(id_column, maintain_order=True)
 
 
 def _before(ds: pl.Series, until: Any, zone: str | None, frequency: str, source: str) -> pl.Series:
@@ -467,12 +526,12 @@ def _shift(moment: np.datetime64, zone: str, *, to_utc: bool) -> np.datetime64:
     return np.datetime64(given.replace(tzinfo=UTC).astimezone(ZoneInfo(zone)).replace(tzinfo=None), "us")
 
 
-def _staged(job: Job, folder: Path) -> str:
+def _staged(table: Input | Future, id_column: str | None, copy: Path) -> str:
     """Where shards read from: Parquet files of their own accord, any other table from a copy sorted by id.
 
     Every shard looks at the whole of an unsorted Parquet file; of one sorted by id it reads its own row groups only.
     """
-    uri = job.input.uri
+    uri = table.uri
     path = Path(uri)
     if uri.endswith(".parquet") and "://" not in uri:
         if not path.exists() and not any(c in uri for c in "*?["):
@@ -480,11 +539,9 @@ def _staged(job: Job, folder: Path) -> str:
         return uri
     if path.is_dir() and not (path / "_delta_log").is_dir():
         return f"{uri.rstrip('/')}/**/*.parquet"
-    frame = tables.read(uri, csv=job.input.csv)
-    column = job.input.id_column
-    if column is not None and column in frame.columns:
-        frame = frame.sort(column, maintain_order=True)
-    copy = folder / "input.parquet"
+    frame = tables.read(uri, csv=table.csv)
+    if id_column is not None and id_column in frame.columns:
+        frame = frame.sort(id_column, maintain_order=True)
     tables.write(frame, copy)
     return str(copy)
 
@@ -493,6 +550,7 @@ def _shards(job: Job, model: Loaded, as_of: str, source: str, folder: Path) -> t
     """The series in order of their ids, so many a shard; and how many rows have no id."""
     columns = pl.scan_parquet(source, hive_partitioning=True).collect_schema().names()
     wanted = [c for c in (job.input.id_column, job.input.time_column, job.input.target_column) if c is not None]
+    wanted += model.estimator.encoder_.names
     if absent := [c for c in wanted if c not in columns]:
         raise UserError(
             f"{job.input.uri} has no column {', '.join(map(repr, absent))}; it has {', '.join(map(repr, columns[:20]))}"
@@ -545,8 +603,9 @@ def _shard_or_mistake(shard: Shard) -> Part | str:
         return str(mistake)
 
 
-def _deliver(forecasts: pl.DataFrame, job: Job, as_of: str) -> str:
-    """Replace the table, or the rows of this date in it."""
+def _deliver(parts: Sequence[Path], job: Job, as_of: str) -> str:
+    """Replace the table, or the rows of this date in it. The parts are read one at a time."""
+    forecasts = (pl.read_parquet(part) for part in parts)
     uri = job.output.uri.replace("{as_of}", as_of.replace(":", ""))
     if "://" not in uri:
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
@@ -558,8 +617,10 @@ def _deliver(forecasts: pl.DataFrame, job: Job, as_of: str) -> str:
     with FileLock(f"{uri}.lock"):
         if Path(uri).exists():
             others = tables.read(uri).with_columns(pl.col("as_of").cast(pl.String)).filter(pl.col("as_of") != as_of)
-            forecasts = pl.concat([others, forecasts.cast(others.schema)]).sort("as_of", "unique_id", "ds")
-        tables.write(forecasts, uri)
+            new = pl.concat(forecasts).cast(others.schema)
+            tables.write(pl.concat([others, new]).sort("as_of", "unique_id", "ds"), uri)
+        else:
+            tables.write(forecasts, uri)
     return uri
 
 
@@ -569,7 +630,8 @@ def _tidy(folder: Path, parts: Sequence[Part]) -> None:
     for file in folder.glob("shard-*"):
         if file not in kept:
             file.unlink()
-    (folder / "input.parquet").unlink(missing_ok=True)
+    for copy in ("input.parquet", "future.parquet"):
+        (folder / copy).unlink(missing_ok=True)
     runs = sorted((p for p in folder.parent.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)
     for old in runs[KEPT_RUNS:]:
         if old != folder:

@@ -6,13 +6,19 @@ a person puts right (a file, a rule, an option), 3 some series failed and all ot
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from pipelines.forecasting.reading import Reading
 
 SOME_SERIES_FAILED = 3
 
@@ -54,35 +60,110 @@ class Duplicates(StrEnum):
     sum = "sum"
 
 
+class Infinite(StrEnum):
+    error = "error"
+    mask = "mask"
+
+
+class Stray(StrEnum):
+    error = "error"
+    drop = "drop"
+
+
+class Empty(StrEnum):
+    error = "error"
+    skip = "skip"
+
+
+class Ambiguous(StrEnum):
+    error = "error"
+    order = "order"
+    earliest = "earliest"
+    latest = "latest"
+
+
+def _reading(
+    zone: Annotated[str | None, typer.Option(help="Zone of stamps without one, and of days and weeks: an IANA name.")] = None,
+    missing: Annotated[Missing, typer.Option(help="What happens to empty targets.")] = Missing.error,
+    gaps: Annotated[Missing, typer.Option(help="What happens to absent rows.")] = Missing.error,
+    duplicates: Annotated[Duplicates, typer.Option(help="What happens to rows of one stamp.")] = Duplicates.error,
+    infinite: Annotated[Infinite, typer.Option(help="What happens to infinite targets.")] = Infinite.error,
+    empty: Annotated[Empty, typer.Option(help="What happens to series without any value.")] = Empty.error,
+    off_grid: Annotated[Stray, typer.Option(help="What happens to rows between the steps of the frequency.")] = Stray.error,
+    ambiguous: Annotated[Ambiguous, typer.Option(help="Wall-clock times that happened twice, in autumn.")] = Ambiguous.error,
+    nonexistent: Annotated[Stray, typer.Option(help="Wall-clock times that never happened, in spring.")] = Stray.error,
+    na_value: Annotated[list[float] | None, typer.Option(help="Number that stands for a missing value; repeatable.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="A column a series, beside the column of the stamps.")] = False,
+    future_table: Annotated[str | None, typer.Option(help="Table of the covariates known ahead, for the rows to be forecast.")] = None,
+    separator: Annotated[str | None, typer.Option(help="Between the cells of CSV files; a comma when not given.")] = None,
+    decimal_comma: Annotated[bool, typer.Option("--decimal-comma", help="Numbers in CSV files are written 1.234,5.")] = False,
+    missing_text: Annotated[list[str] | None, typer.Option(help="Text that stands for a missing value in CSV files; repeatable.")] = None,
+    time_format: Annotated[str | None, typer.Option(help="Of stamps in CSV files, as %d/%m/%Y %H:%M; ISO when not given.")] = None,
+) -> Reading:
+    from connectors.tables import CsvForm
+    from pipelines.forecasting.reading import Reading
+    from pipelines.forecasting.validation import Rules
+
+    csv = None
+    if separator is not None or decimal_comma or missing_text or time_format is not None:
+        standard = CsvForm()
+        csv = CsvForm(
+            separator=standard.separator if separator is None else separator, decimal_comma=decimal_comma,
+            missing=(*standard.missing, *(missing_text or ())), time_format=time_format,
+        )  # fmt: skip
+    rules = Rules(
+        zone=zone, missing=missing.value, gaps=gaps.value, duplicates=duplicates.value, infinite=infinite.value, empty=empty.value,
+        off_grid=off_grid.value, ambiguous=ambiguous.value, nonexistent=nonexistent.value, na_values=tuple(na_value or ()),
+    )  # fmt: skip
+    return Reading(rules=rules, csv=csv, wide=wide, future=future_table)
+
+
+def reads_a_table(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that say how its table is read; it takes them as one argument, `reading`."""
+    own, options = inspect.signature(command), inspect.signature(_reading)
+    hints = {k: v for k, v in get_type_hints(command, include_extras=True).items() if k != "reading"}
+    # `Reading` itself is not imported here: it would bring polars along.
+    given = {k: v for k, v in get_type_hints(_reading, None, {"Reading": object}, include_extras=True).items() if k != "return"}
+    for option in given.values():
+        option.__metadata__[0].rich_help_panel = "How the table is read"
+
+    @functools.wraps(command)
+    def told(**values: Any) -> None:
+        command(**{k: v for k, v in values.items() if k not in given}, reading=_reading(**{k: values[k] for k in given}))
+
+    kept = [p for name, p in own.parameters.items() if name != "reading"]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*kept, *options.parameters.values())]
+    types = {**hints, **given}
+    told.__signature__ = inspect.Signature([p.replace(annotation=types[p.name]) for p in parameters])  # type: ignore[attr-defined]
+    told.__annotations__ = types
+    return told
+
+
+@reads_a_table
 def validate(
     data: Annotated[str, typer.Argument(help="Table of the series: a file, a folder or glob of Parquet files, a URI.")],
     id_column: Annotated[str, typer.Option(help="Column that names the series; empty: one series.")] = "unique_id",
     time_column: Annotated[str, typer.Option(help="Column of the time stamps.")] = "ds",
     target_column: Annotated[str, typer.Option(help="Column to forecast.")] = "y",
     frequency: Annotated[str | None, typer.Option(help="Step of all series; each series' own when not given.")] = None,
-    zone: Annotated[str | None, typer.Option(help="Zone of stamps without one: an IANA name.")] = None,
     look_back: Annotated[int | None, typer.Option(min=1, help="Look-back of the model that is to be trained.")] = None,
     horizon: Annotated[int | None, typer.Option(min=1, help="Horizon of the model that is to be trained.")] = None,
-    missing: Annotated[Missing, typer.Option(help="What happens to empty targets.")] = Missing.error,
-    gaps: Annotated[Missing, typer.Option(help="What happens to absent rows.")] = Missing.error,
-    duplicates: Annotated[Duplicates, typer.Option(help="What happens to rows of one stamp.")] = Duplicates.error,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON document.")] = False,
+    reading: Any = None,
 ) -> None:
     """Look a table over before training: gaps, duplicates, missing values, clocks, calendars. Status 2 when it has errors."""
+    import dataclasses
+
     from connectors import tables
     from pipelines.forecasting import validation
+    from pipelines.forecasting.reading import long
 
-    rules = validation.Rules(
-        frequency=frequency,
-        zone=zone,
-        look_back=look_back,
-        horizon=horizon,
-        missing=missing.value,
-        gaps=gaps.value,
-        duplicates=duplicates.value,
-    )
+    rules = dataclasses.replace(reading.rules, frequency=frequency, look_back=look_back, horizon=horizon)
+    frame = tables.read(data, csv=reading.csv)
+    if reading.wide:
+        frame, id_column, target_column = long(frame, time_column, data), "unique_id", "y"
     report = validation.validate(
-        tables.read(data),
+        frame,
         rules,
         id_column=id_column or None,
         time_column=time_column,

@@ -20,9 +20,11 @@ import torch
 from numpy.typing import NDArray
 from sklearn.base import BaseEstimator
 
+from connectors import tables
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import default_seasons, phases
-from pipelines.windows import Panel, continue_grid, panel, read_panel
+from pipelines.forecasting.covariates import Calendar, Encoder
+from pipelines.windows import Panel, continue_grid, panel
 from titans_core.config import Mixer, Rule
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
 from titans_core.patches import PatchConfig
@@ -33,6 +35,7 @@ from titans_core.training import (
     Training,
     Windows,
     calibrate,
+    fit_effect,
     fit_line,
     fit_network,
     initial_memory,
@@ -52,7 +55,9 @@ class TitansForecaster(BaseEstimator):
     """Parameters: horizon and look_back in rows; memory `carried`, `window` or `frozen`; hidden units of the network (0: a line only);
     quantiles in rising order; valid_share of the rows, at the end, choose the settings and calibrate the quantiles; epochs and seed of
     the network; frequency of the series (inferred where None). blocks: Titans blocks (`lmm`, `mac`, `mag`, `mal` ...) over patches of
-    patch_rows rows, with memories of the given rule; they are kept only where they help on validation.
+    patch_rows rows, with memories of the given rule; they are kept only where they help on validation. zone: IANA name of the wall clock
+    that days and weeks follow (UTC where None). future, historic, static: columns known ahead, known once they happened, and of the series
+    itself; calendar: features of the stamp (`pipelines.forecasting.covariates`).
 
     After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
     """
@@ -71,6 +76,11 @@ class TitansForecaster(BaseEstimator):
         blocks: tuple[Mixer, ...] = (),
         patch_rows: int = 8,
         rule: Rule = "exact",
+        zone: str | None = None,
+        future: tuple[str, ...] = (),
+        historic: tuple[str, ...] = (),
+        static: tuple[str, ...] = (),
+        calendar: tuple[Calendar, ...] = (),
     ) -> None:
         self.horizon = horizon
         self.look_back = look_back
@@ -84,15 +94,20 @@ class TitansForecaster(BaseEstimator):
         self.blocks = blocks
         self.patch_rows = patch_rows
         self.rule = rule
+        self.zone = zone
+        self.future = future
+        self.historic = historic
+        self.static = static
+        self.calendar = calendar
 
     def fit(
         self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None
     ) -> TitansForecaster:
-        """Train on a long frame (`unique_id, ds, y`) or a panel. progress(epoch, epochs, error) is called after each epoch.
+        """Train on a long frame (`unique_id, ds, y`, covariates) or a panel. progress(epoch, epochs, error) is called after each epoch.
 
         Raises UserError where the series are too short for one training window, naming what would fit.
         """
-        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency)
+        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency, covariates=self._columns)
         grid, y, observed = table.aligned()
         total = y.shape[1]
         held_out = max(self.horizon, math.ceil(self.valid_share * total))
@@ -102,6 +117,9 @@ class TitansForecaster(BaseEstimator):
                 f"the series span {total} rows; with look-back {self.look_back}, horizon {self.horizon} and {held_out} rows of "
                 f"validation at least {self.look_back + self.horizon + 1 + held_out} are needed: shorten the look-back or the horizon"
             )
+        self.encoder_ = Encoder.fit(
+            table, grid[border - 1], future=self.future, historic=self.historic, static=self.static, calendar=self.calendar, zone=self.zone
+        )
         seasons = default_seasons(table.frequency, border)
         config = ForecasterConfig(
             look_back=self.look_back,
@@ -111,20 +129,20 @@ class TitansForecaster(BaseEstimator):
             hidden=self.hidden,
             quantiles=tuple(self.quantiles),
             patches=PatchConfig(rows=self.patch_rows, layers=tuple(self.blocks), rule=self.rule) if self.blocks else None,
+            covariates=self.encoder_.config(),
         )
         self.frequency_, self.ids_ = table.frequency, table.ids
         chosen = np.random.default_rng(self.seed).permutation(len(y))[:MAX_SERIES]
         chosen.sort()
-        rows = self._rows(grid, y[chosen], observed[chosen], seasons)
+        rows = self._rows(table, grid, y, observed, seasons, chosen)
         torch.manual_seed(self.seed)
         model = Forecaster(config)
         start = self._fresh(model, rows, border)
         stride = max(1, math.ceil(len(chosen) * border / MAX_WINDOWS))
         train = torch.arange(self.look_back, border - self.horizon + 1, stride)
         valid = torch.arange(border, total - self.horizon + 1, stride)
-        (train_windows, valid_windows), _ = replay(model, start, rows, [train, valid])
         try:
-            self.line_ = fit_line(model, train_windows, valid_windows)
+            self.line_, train_windows, valid_windows = _solved(model, start, rows, border, train, valid)
         except ValueError as error:
             raise UserError(
                 f"{error}: too many values are missing, or no series is as long as look-back and horizon"
@@ -137,21 +155,34 @@ class TitansForecaster(BaseEstimator):
             (valid_windows,), _ = replay(model, start, rows, [valid])
             self.valid_error_ = validation_error(model, valid_windows.x, valid_windows.y)
         calibrate(self.forecaster_, valid_windows)
-        self.state_, self.last_ds_ = self._read(self.forecaster_, table)
+        return self.remember(table)
+
+    def remember(self, table: Panel) -> TitansForecaster:
+        """Forget all series; fresh memories read those of a panel from first row to last. Trains nothing."""
+        self.ids_ = table.ids
+        self.state_, self.last_ds_, self.static_ = self._read(self.forecaster_, table)
         return self
 
-    def predict(self, frame: pl.DataFrame | None = None, quantiles: tuple[float, ...] | None = None) -> pl.DataFrame:
+    @property
+    def _columns(self) -> tuple[str, ...]:
+        """Covariates that a table must have."""
+        return (*self.future, *self.historic, *self.static)
+
+    def predict(
+        self, frame: pl.DataFrame | None = None, quantiles: tuple[float, ...] | None = None, future: pl.DataFrame | None = None
+    ) -> pl.DataFrame:
         """The next `horizon` rows of every series: unique_id, ds, `mean`, and a column `qLEVEL` a quantile.
 
         Without a frame the series known from fit and update are continued; with one, fresh memories read it from its first row to its
-        last and this estimator stays as it was. Raises UserError for a level that the model was not calibrated for.
+        last and this estimator stays as it was. future: `unique_id, ds` and the covariates known ahead, for every row of the horizon. Raises
+        UserError for a level that the model was not calibrated for, and for rows that the future lacks.
         """
+        self._check_fitted()
         if frame is None:
-            self._check_fitted()
-            return self._forecast(self.state_, self.ids_, self.last_ds_, quantiles)
-        table = panel(frame, frequency=self.frequency_)
-        state, last = self._read(self.forecaster_, table)
-        return self._forecast(state, table.ids, last, quantiles)
+            return self._forecast(self.state_, self.ids_, self.last_ds_, self.static_, quantiles, future)
+        table = panel(frame, frequency=self.frequency_, covariates=self._columns)
+        state, last, static = self._read(self.forecaster_, table)
+        return self._forecast(state, table.ids, last, static, quantiles, future)
 
     def update(self, frame: pl.DataFrame | Panel) -> TitansForecaster:
         """Write new rows into the memories; weights stay. Rows between a series' last and the new first count as missing.
@@ -160,21 +191,23 @@ class TitansForecaster(BaseEstimator):
         Raises UserError for rows that are not later than what a memory has already read.
         """
         self._check_fitted()
-        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_)
+        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_, covariates=self._columns)
+        given, its_static = self.encoder_.of_panel(table)
         known = {name: i for i, name in enumerate(self.ids_)}
         new = [name for name in table.ids if name not in known]
-        phase = phases(self.frequency_, self.forecaster_.config.seasons)
-        ids, states, last_ds = list(self.ids_), [self.state_], list(self.last_ds_)
+        phase = phases(self.frequency_, self.forecaster_.config.seasons, self.zone)
+        ids, states, last_ds, static = list(self.ids_), [self.state_], list(self.last_ds_), list(self.static_)
         for name in new:
             known[name] = len(ids)
             ids.append(name)
             last_ds.append(None)
+            static.append(its_static[table.ids.index(name)])
         if new:
             states.append(self.forecaster_.initial_state(len(new)))
         state = stack(states)
         for i, name in enumerate(table.ids):
             part, at = table.rows(i), known[name]
-            ds, y, seen = table.ds[part], table.y[part], table.observed[part]
+            ds, y, seen, beside = table.ds[part], table.y[part], table.observed[part], given[part]
             before = last_ds[at]
             if before is not None:
                 if ds[0] <= before:
@@ -186,14 +219,16 @@ class TitansForecaster(BaseEstimator):
                     ds = np.concatenate([continue_grid(before, self.frequency_, gap), ds])
                     y = np.concatenate([np.full(gap, np.nan), y])
                     seen = np.concatenate([np.zeros(gap, bool), seen])
+                    beside = np.concatenate([np.zeros((gap, beside.shape[1]), np.float32), beside])
             one = select(state, [at])
             with torch.inference_mode():
                 one = self.forecaster_.observe(
-                    one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(phase(ds))[None]
-                )
+                    one, torch.tensor(y)[None], torch.tensor(seen)[None],
+                    torch.from_numpy(np.concatenate([phase(ds), beside], axis=1))[None],
+                )  # fmt: skip
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]
-        self.state_, self.ids_, self.last_ds_ = state, tuple(ids), np.array(last_ds)
+        self.state_, self.ids_, self.last_ds_, self.static_ = state, tuple(ids), np.array(last_ds), np.array(static)
         return self
 
     def windows(self, table: Panel, origins: NDArray[np.int64]) -> tuple[Windows, NDArray[Any]]:
@@ -203,7 +238,7 @@ class TitansForecaster(BaseEstimator):
         """
         self._check_fitted()
         grid, y, observed = table.aligned()
-        rows = self._rows(grid, y, observed, self.forecaster_.config.seasons)
+        rows = self._rows(table, grid, y, observed, self.forecaster_.config.seasons, np.arange(len(y)))
         (found,), _ = replay(
             self.forecaster_,
             self.forecaster_.initial_state(len(y)),
@@ -233,13 +268,13 @@ class TitansForecaster(BaseEstimator):
 
     def backtest(self, frame: pl.DataFrame | Panel, origins: int = 4) -> pl.DataFrame:
         """Forecasts at the last `origins` rolling origins, one horizon apart: unique_id, origin, ds, y, mean and the quantiles."""
-        from pipelines.forecasting.backtest import rolling_origins, tidy
+        from pipelines.forecasting.backtest import MODEL, rolling_origins, tidy
 
         self._check_fitted()
-        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_)
+        table = frame if isinstance(frame, Panel) else panel(frame, frequency=self.frequency_, covariates=self._columns)
         at = rolling_origins(table, self.horizon, origins, self.look_back)
         point, quantile = self.quantiles_at(table, at)
-        return tidy(table, at, point, quantile, self.forecaster_.config.quantiles)
+        return tidy(table, at, {MODEL: point}, quantile, self.forecaster_.config.quantiles)
 
     def save(self, folder: str | Path) -> None:
         """weights.safetensors, config.json and the memories of the known series (state.safetensors) into a folder."""
@@ -248,7 +283,7 @@ class TitansForecaster(BaseEstimator):
         folder.mkdir(parents=True, exist_ok=True)
         save_weights(self.forecaster_, folder / "weights.safetensors")
         (folder / "config.json").write_text(json.dumps(self.describe(), indent=2, sort_keys=True) + "\n")
-        known = {"ids": list(self.ids_), "last_ds": [int(np.int64(_as_int(d))) for d in self.last_ds_]}
+        known = {"ids": list(self.ids_), "last_ds": [int(np.int64(_as_int(d))) for d in self.last_ds_], "static": np.asarray(self.static_).tolist()}
         (folder / "state.safetensors").write_bytes(to_bytes(self.state_, series=json.dumps(known)))
 
     @classmethod
@@ -265,6 +300,7 @@ class TitansForecaster(BaseEstimator):
         known = json.loads(read_metadata(data)["series"])
         loaded.state_ = from_bytes(data, loaded.forecaster_.initial_state(1))
         loaded.ids_ = tuple(known["ids"])
+        loaded.static_ = np.array(known["static"], dtype=np.float32).reshape(len(loaded.ids_), -1)
         stamps = np.array(known["last_ds"], dtype=np.int64)
         loaded.last_ds_ = stamps if loaded.frequency_.endswith("i") else stamps.view("datetime64[us]")
         return loaded
@@ -276,7 +312,8 @@ class TitansForecaster(BaseEstimator):
             "format_version": CONFIG_VERSION,
             "model": "forecaster",
             "frequency": self.frequency_,
-            "parameters": {**self.get_params(), "quantiles": list(self.quantiles), "blocks": list(self.blocks)},
+            "parameters": {k: list(v) if isinstance(v, tuple) else v for k, v in self.get_params().items()},
+            "covariates": self.encoder_.to_json(),
             "forecaster": self.forecaster_.config.to_json(),
             "line": {k: v for k, v in dataclasses.asdict(self.line_).items() if math.isfinite(v)},
             "valid_error": self.valid_error_,
@@ -292,12 +329,14 @@ class TitansForecaster(BaseEstimator):
             )
         try:
             given = config["parameters"]
-            loaded = cls(**{**given, "quantiles": tuple(given["quantiles"]), "blocks": tuple(given["blocks"])})
+            parameters: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+            loaded = cls(**parameters)
+            loaded.encoder_ = Encoder.from_json(config["covariates"])
             loaded.forecaster_ = load_weights(weights, ForecasterConfig.from_json(config["forecaster"]))
             loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**config["line"]), config["valid_error"]
         except (KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{weights}: weights and configuration do not fit this program ({error}): train the model anew") from error
-        loaded.ids_, loaded.last_ds_ = (), np.array([])
+        loaded.ids_, loaded.last_ds_, loaded.static_ = (), np.array([]), loaded._no_static
         loaded.state_ = loaded.forecaster_.initial_state(0)
         return loaded
 
@@ -305,21 +344,33 @@ class TitansForecaster(BaseEstimator):
         if not hasattr(self, "forecaster_"):
             raise UserError("this forecaster is not fitted: call fit, or load a saved one")
 
-    def _rows(self, grid: NDArray[Any], y: NDArray[np.float64], observed: NDArray[np.bool_], seasons: Any) -> Rows:
-        frequency = self.frequency_
-        stamps = np.concatenate([grid, continue_grid(grid[-1], frequency, self.horizon)])
-        slots = torch.from_numpy(phases(frequency, seasons)(stamps)).to(torch.int16)
-        return Rows(torch.from_numpy(y), torch.from_numpy(observed), slots.expand(len(y), -1, -1))
+    @property
+    def _no_static(self) -> NDArray[np.float32]:
+        return np.empty((0, sum(c.width for c in self.encoder_.static)), np.float32)
+
+    def _rows(
+        self, table: Panel, grid: NDArray[Any], y: NDArray[np.float64], observed: NDArray[np.bool_], seasons: Any, which: NDArray[np.int64]
+    ) -> Rows:
+        """The series `which` of a panel and of its common grid."""
+        stamps = np.concatenate([grid, continue_grid(grid[-1], self.frequency_, self.horizon)])
+        slots = torch.from_numpy(phases(self.frequency_, seasons, self.zone)(stamps)).to(torch.int16)
+        covariates = None
+        if self.encoder_.config() is not None:
+            given = table.on_common_grid(self.encoder_.of_panel(table)[0], which)
+            covariates = torch.from_numpy(np.pad(given, ((0, 0), (0, self.horizon), (0, 0))))
+        seen = torch.from_numpy(observed[which])
+        return Rows(torch.from_numpy(y[which]), seen, slots.expand(len(which), -1, -1), covariates)
 
     def _fresh(self, model: Forecaster, rows: Rows, border: int) -> ForecasterState:
         start = model.initial_state(len(rows.y))
         if model.config.memory == "carried":
             return start
-        return initial_memory(model, start, Rows(rows.y[:, :border], rows.observed[:, :border], rows.phase))
+        return initial_memory(model, start, rows.first(border))
 
-    def _read(self, model: Forecaster, table: Panel) -> tuple[ForecasterState, NDArray[Any]]:
-        """Fresh memories that have read every series from its first row to its last; and the stamps of the last rows."""
-        phase = phases(self.frequency_, model.config.seasons)
+    def _read(self, model: Forecaster, table: Panel) -> tuple[ForecasterState, NDArray[Any], NDArray[np.float32]]:
+        """Fresh memories that have read every series from its first row to its last; the stamps of the last rows; static covariates."""
+        phase = phases(self.frequency_, model.config.seasons, self.zone)
+        given, static = self.encoder_.of_panel(table)
         lengths, parts, order = table.lengths, [], []
         with torch.inference_mode():
             # Series of one length together: no padding, and equal numbers however many share a call.
@@ -328,47 +379,51 @@ class TitansForecaster(BaseEstimator):
                 size = max(1, CELLS_AT_ONCE // int(length))
                 for first in range(0, len(which), size):
                     some = which[first : first + size]
-                    y, seen, slots = (
-                        np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds)
+                    y, seen, ds, beside = (
+                        np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds, given)
                     )
-                    slots = np.stack([phase(row) for row in slots])
+                    slots = np.concatenate([np.stack([phase(row) for row in ds]), beside], axis=2)
                     state = model.initial_state(len(some))
                     parts.append(
                         model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
                     )
                     order.append(some)
             place = np.argsort(np.concatenate(order))
-            return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1]
+            return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1], static
 
     def read(
         self, data: str, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y"
     ) -> tuple[tuple[str, ...], list[int], ForecasterState]:
         """A table's series, the times of their last rows (microseconds, or whole numbers) and memories that have read them."""
-        table = read_panel(
-            [data], frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column
-        )
-        state, last = self._read(self.forecaster_, table)
+        table = panel(
+            tables.read(data), frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
+            covariates=self.encoder_.names, source=data,
+        )  # fmt: skip
+        state, last, _ = self._read(self.forecaster_, table)
         return table.ids, [_as_int(ds) for ds in last], state
 
     def _forecast(
-        self, state: ForecasterState, ids: tuple[str, ...], last_ds: NDArray[Any], quantiles: tuple[float, ...] | None
+        self,
+        state: ForecasterState,
+        ids: tuple[str, ...],
+        last_ds: NDArray[Any],
+        static: NDArray[np.float32],
+        quantiles: tuple[float, ...] | None,
+        future: pl.DataFrame | None,
     ) -> pl.DataFrame:
         model, config = self.forecaster_, self.forecaster_.config
         levels = config.quantiles if quantiles is None else tuple(quantiles)
         if unknown := [q for q in levels if q not in config.quantiles]:
             raise UserError(f"the model was calibrated for quantiles {config.quantiles}, not for {unknown}")
-        phase = phases(self.frequency_, config.seasons)
-        stamps = (
-            np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds])
-            if len(ids)
-            else np.empty((0, config.horizon))
-        )
         if not len(ids):
             raise UserError("nothing to forecast: this forecaster knows no series; give it a frame")
-        future = torch.from_numpy(np.stack([phase(row) for row in stamps]))
+        phase = phases(self.frequency_, config.seasons, self.zone)
+        stamps = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds])
+        beside = self.encoder_.of_future(ids, last_ds, static, future, config.horizon)
+        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in stamps]), beside], axis=2))
         with torch.inference_mode():
-            mean = model.expected(state, future).numpy()
-            around = model.forecast(state, future).numpy()
+            mean = model.expected(state, ahead).numpy()
+            around = model.forecast(state, ahead).numpy()
         columns: dict[str, Any] = {
             "unique_id": np.repeat(np.array(ids, dtype=object), config.horizon).tolist(),
             "ds": stamps.reshape(-1),
@@ -377,6 +432,23 @@ class TitansForecaster(BaseEstimator):
         for q in levels:
             columns[f"q{q:g}"] = around[:, :, config.quantiles.index(q)].reshape(-1)
         return pl.DataFrame(columns)
+
+
+def _solved(
+    model: Forecaster, start: ForecasterState, rows: Rows, border: int, train: torch.Tensor, valid: torch.Tensor
+) -> tuple[Line, Windows, Windows]:
+    """The line, and the windows of training and validation; the effect of covariates stays where it makes the line better over all folds."""
+    (plain, plain_valid), _ = replay(model, start, rows, [train, valid])
+    line = fit_line(model, plain, plain_valid)
+    covariates = model.config.covariates
+    if covariates is None or not covariates.future:
+        return line, plain, plain_valid
+    fit_effect(model, start, rows.first(border), train)
+    (found, found_valid), _ = replay(model, start, rows, [train, valid])
+    if (better := fit_line(model, found, found_valid)).score < line.score:
+        return better, found, found_valid
+    model.effect.zero_()
+    return fit_line(model, plain, plain_valid), plain, plain_valid
 
 
 def save_weights(model: Forecaster, path: str | Path) -> None:

@@ -487,7 +487,10 @@ def _values(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Find
             "taken as missing" if masked else "leave the value empty where nothing was observed, or say infinite: mask",
         ),
     )  # fmt: skip
-    return rows.with_columns(pl.when(pl.Series(infinite)).then(None).otherwise(pl.col("y")).alias("y"))
+    if not infinite.any():
+        return rows
+    # They are told here and not once more as missing.
+    return rows.with_columns(pl.when(pl.Series(infinite)).then(None).otherwise(pl.col("y")).alias("y"), pl.Series("_told", infinite))
 
 
 def _duplicates(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Finding]) -> pl.DataFrame:
@@ -528,6 +531,8 @@ def _duplicates(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[
 
 def _missing(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Finding]) -> pl.DataFrame:
     empty_row = rows.get_column("y").is_null().to_numpy()
+    told = rows.get_column("_told").to_numpy() if "_told" in rows.columns else np.zeros(rows.height, dtype=bool)
+    rows = rows.drop("_told", strict=False)
     if not empty_row.any():
         return rows
     code = rows.get_column("_code").to_numpy()
@@ -541,7 +546,7 @@ def _missing(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Fin
     _add(
         findings,
         _finding(
-            "missing", "error" if strict else "note", rows, empty_row, seen, "missing values in y",
+            "missing", "error" if strict else "note", rows, empty_row & ~told, seen, "missing values in y",
             "say missing: mask (the model skips them) or fill (the last value)" if strict else done[rules.missing],
             detail=lambda c: f", the last {tail[c]} rows" if 0 < tail[c] < length[c] else "",
         ),

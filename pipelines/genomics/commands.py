@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from pipelines import DEFAULT_TRACKING_URI
 
 app = typer.Typer(help="DNA: audit datasets, train classifiers, classify files, score variants.", no_args_is_help=True)
 
@@ -15,6 +19,32 @@ Table = Annotated[Path, typer.Argument(help="Table with sequence and label colum
 Dev = Annotated[Path | None, typer.Option(help="Table of held-out rows that choices are made on.")]
 Test = Annotated[Path | None, typer.Option(help="Table of rows that are scored once, at the end.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
+Model = Annotated[str, typer.Argument(help="A registered classifier, models:/NAME@ALIAS, or a file that `train --output` wrote.")]
+TrackingUri = Annotated[
+    str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store: a SQLite file, or the address of a tracking server.")
+]
+
+
+class Strands(StrEnum):
+    forward = "forward"
+    both = "both"
+    equivariant = "equivariant"
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int, float], None]]:
+    """A bar on standard error: call it with the steps done, all steps and the loss. Only a line at the end where no terminal is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}"), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, loss="")
+
+        def step(done: int, of: int, loss: float) -> None:
+            bar.update(task, completed=done, total=of, loss=f"{loss:.3f}")
+
+        yield step
 
 
 @app.command(name="audit", epilog="Example: tethys genomics audit train.tsv --dev dev.tsv --test test.tsv")
@@ -46,101 +76,135 @@ def audit_command(
         raise typer.Exit(3)
 
 
-@app.command(epilog="Example: tethys genomics train train.tsv --dev dev.tsv --test test.tsv --output model.safetensors")
+@app.command(epilog="Example: tethys genomics train train.tsv --dev dev.tsv --test test.tsv --model-name enhancers --alias champion")
 def train(
-    table: Table,
-    dev: Annotated[Path, typer.Option(help="Table of held-out rows that the branches are weighed on.")],
-    test: Annotated[Path, typer.Option(help="Table of rows that are scored once, at the end.")],
-    output: Annotated[Path, typer.Option(help="File for the weights, the classes and the scores.")],
-    strands: Annotated[str, typer.Option(help="'both' for binding sites, 'forward' for promoters and splice sites.")] = "forward",
+    table: Annotated[Path, typer.Argument(help="Table of training rows, or a folder SPLIT/CLASS/*.txt as GenomicBenchmarks lays out.")],
+    dev: Annotated[Path | None, typer.Option(help="Held-out rows that the branches are weighed on; a tenth of TABLE when not given.")] = None,
+    test: Annotated[Path | None, typer.Option(help="Rows that are scored once, at the end; needed unless TABLE is a folder.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to keep the weights in, beside the registry.")] = None,
+    strands: Annotated[
+        Strands, typer.Option(help="'both' or 'equivariant' for binding sites, 'forward' for promoters and splice sites.")
+    ] = Strands.forward,
+    length: Annotated[int | None, typer.Option(min=1, help="Bases the model looks at; the longest training row when not given.")] = None,
     row_passes: Annotated[int, typer.Option(min=1, help="Rows shown in training, over all epochs.")] = 60_000,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight in the loss.")] = False,
     accept_leaks: Annotated[bool, typer.Option(help="Train although the audit refuses the data.")] = False,
-    tracking_uri: Annotated[str | None, typer.Option(help="MLflow store that the run is logged to.")] = None,
+    model_name: Annotated[str, typer.Option(help="Name of the model in the registry.")] = "classifier",
+    alias: Annotated[str, typer.Option(help="Alias that the new version gets.")] = "challenger",
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Audit, train, and score a classifier beside a k-mer regression, on all rows and on the clean ones."""
-    from pipelines.genomics.datasets import read_labelled
-    from pipelines.genomics.report import train_and_report
+    """Audit, train, score beside a k-mer regression on all rows and on the clean ones, log the run and register the model."""
+    from pipelines.genomics.datasets import read_splits
+    from pipelines.genomics.report import register, train_and_report
     from pipelines.genomics.training import Settings
-    from titans_core.classifier import Card, save
-
-    def progress(step: int, steps: int, loss: float) -> None:
-        if step % 50 == 0 or step == steps:
-            print(f"step {step} of {steps}, loss {loss:.3f}", file=sys.stderr)
 
     settings = Settings(row_passes=row_passes, batch=64, rate=2e-3, weights="balanced" if balanced else None, seed=seed)
-    splits = [read_labelled(path) for path in (table, dev, test)]
-    trained = train_and_report(*splits, strands=strands, settings=settings, accept_leaks=accept_leaks, progress=progress)
-    flat = {
-        f"{model}.{rows}.{name}": score.value
-        for model, parts in trained.scores.items()
-        for rows, found in parts.items()
-        for name, score in found.items()
-    }
-    save(trained.model, output, Card(data=trained.digests, scores=flat))
-    if tracking_uri is not None:
-        from pipelines import tracking
-
-        params = {"strands": strands, "row_passes": row_passes, "seed": seed, "classes": ",".join(trained.model.config.classes)}
-        params |= {f"data_{name}": value[:16] for name, value in trained.digests.items()}
-        with tracking.run(tracking.open_store(tracking_uri), "genomics train", params=params) as run:
-            run.log_metrics(flat)
-            run.log_json(trained.to_json(), "report.json")
-            run.log_file(output)
-    print(json.dumps(trained.to_json()) if as_json else trained.text())
+    splits = read_splits(table, dev, test, seed=seed)
+    with progress_bar("training") as progress:
+        trained = train_and_report(
+            *(rows for _, rows in splits.values()),
+            strands=strands.value, length=length, settings=settings, accept_leaks=accept_leaks, progress=progress,
+        )  # fmt: skip
+    if output is not None:
+        part = output.with_name("." + output.name)
+        trained.save(part)
+        part.replace(output)
+    params = {"row_passes": row_passes, "balanced": balanced, "seed": seed}
+    version = register(trained, splits, tracking_uri=tracking_uri, name=model_name, alias=alias, params=params)
+    shown = {**trained.to_json(), "version": version, "alias": alias}
+    print(json.dumps(shown) if as_json else f"{trained.text()}\nmodel    {version}@{alias}")
 
 
 @app.command(epilog="Example: tethys genomics classify job.yaml")
 def classify(
     job: Annotated[Path, typer.Argument(help="YAML: model, inputs, output and options (pipelines/genomics/job.py).")],
-    tracking_uri: Annotated[str | None, typer.Option(help="MLflow store that the run is logged to.")] = None,
+    tracking_uri: Annotated[
+        str | None, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store instead of the job's: of the model, and for the run.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Score files with a classifier; safe to kill and to run again. Exit status 3 when a record was bad or none was found."""
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
     from pipelines.genomics.job import classify as run_job
-    from pipelines.genomics.job import read_job
+    from pipelines.genomics.job import read_job, track
 
-    summary = run_job(read_job(job))
+    what = read_job(job)
     if tracking_uri is not None:
-        from pipelines import tracking
-
-        params = {"run_key": summary.run_key, "classes": ",".join(summary.classes)}
-        with tracking.run(tracking.open_store(tracking_uri), "genomics classify", params=params) as run:
-            numbers = ("records", "bad_records", "empty", "padded", "cropped", "bases", "ambiguous", "seconds")
-            run.log_metrics({name: float(getattr(summary, name)) for name in numbers})
+        what = replace(what, tracking_uri=tracking_uri)
+    summary = run_job(what)
+    track(what, summary)
     print(json.dumps(asdict(summary)) if as_json else summary.line())
     if summary.status:
         raise typer.Exit(summary.status)
 
 
 @app.command(
-    name="score-variants", epilog="Example: tethys genomics score-variants model.safetensors calls.vcf --genome hg38.fa --output scores.tsv"
+    name="score-variants", epilog="Example: tethys genomics score-variants models:/enhancers@champion calls.vcf --genome hg38.fa --output scores.tsv"
 )
 def score_variants_command(
-    model: Annotated[Path, typer.Argument(help="Weights that `train` wrote.")],
+    model: Model,
     vcf: Annotated[str, typer.Argument(help="VCF, plain or compressed; '-' for standard input.")],
     genome: Annotated[Path, typer.Option(help="FASTA that the positions lie on.")],
     output: Annotated[Path, typer.Option(help="TSV, one line an ALT allele.")],
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
 ) -> None:
     """What each allele does to each class, on both strands. Exit status 3 when an allele could not be scored."""
     from collections import Counter
 
+    from pipelines.genomics.answers import load_classifier
+    from pipelines.genomics.job import model_at, weights_of
     from pipelines.genomics.variants import score_variants
-    from titans_core.classifier import load
 
+    network = load_classifier(weights_of(model_at(model), tracking_uri)[0])
     status: Counter[str] = Counter()
     part = output.with_name("." + output.name)
     with open(part, "w") as file:
-        for frame in score_variants(load(model)[0], vcf, genome):
+        for frame in score_variants(network, vcf, genome):
             frame.write_csv(file, separator="\t", include_header=not status)
             status.update(frame["status"].to_list())
     part.replace(output)
     print(", ".join(f"{name} {count}" for name, count in status.items()) or "no allele")
     if set(status) != {"ok"}:
+        raise typer.Exit(3)
+
+
+@app.command(epilog="Example: tethys genomics explain models:/enhancers@champion peaks.fa --label enhancer --output explained/")
+def explain(
+    model: Model,
+    source: Annotated[str, typer.Argument(help="Sequence file; '-' for standard input.")],
+    label: Annotated[str, typer.Option(help="Class whose answer is explained.")],
+    output: Annotated[Path, typer.Option(help="Folder for bases.tsv (a row a base) and a plot a record, NNNN.png.")],
+    records: Annotated[int, typer.Option(min=1, help="Records to explain, from the first on: each costs 3 answers a base.")] = 20,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Which bases an answer hangs on: the effect of every substitution, and the gradient, as a table and as plots."""
+    from itertools import islice
+
+    import polars as pl
+
+    from connectors.sequences import read
+    from pipelines.genomics import variants
+    from pipelines.genomics.answers import load_classifier
+    from pipelines.genomics.job import model_at, weights_of
+
+    network = load_classifier(weights_of(model_at(model), tracking_uri)[0])
+    output.mkdir(parents=True, exist_ok=True)
+    frames = []
+    for number, record in enumerate(islice((each for each in read(source) if each.sequence), records)):
+        table = variants.explain(network, record.sequence, label)
+        # Ids are data and no file names: the plot is named by the record's number, the table tells which id that is.
+        variants.plot(table, f"{record.id}: {label}").savefig(output / f"{number:04d}.png", dpi=120)
+        frames.append(table.select(pl.lit(number).alias("record"), pl.lit(record.id).alias("id"), pl.all()))
+    part = output / ".bases.tsv"
+    (pl.concat(frames) if frames else pl.DataFrame()).write_csv(part, separator="\t")
+    part.replace(output / "bases.tsv")
+    found = {"records": len(frames), "bases": sum(map(len, frames)), "output": str(output)}
+    print(json.dumps(found) if as_json else f"explained {found['records']} records, {found['bases']} bases, in {output}")
+    if not frames:
         raise typer.Exit(3)
 
 

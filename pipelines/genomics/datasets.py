@@ -71,6 +71,32 @@ def read_folder(root: Path, *, splits: Sequence[str] = ("train", "test")) -> dic
     return found
 
 
+def read_splits(table: Path, dev: Path | None, test: Path | None, *, seed: int = 0) -> dict[str, tuple[str, Labelled]]:
+    """Source and rows of train, dev and test: three tables, or a folder in GenomicBenchmarks' layout, which holds train and test.
+
+    Without dev rows a tenth of train is held out, near copies (half of their 16-mers shared) on one side.
+    """
+    from pipelines.genomics.audit import clusters, split_by
+
+    if table.is_dir():
+        if test is not None:
+            raise SequenceError(str(table), "holds its own test rows: leave --test away")
+        found = read_folder(table)
+        train, held = found["train"], found["test"]
+        sources = {"train": str(table / "train"), "test": str(table / "test")}
+    elif test is None:
+        raise SequenceError(str(table), "is a table of training rows: name those that are scored at the end with --test")
+    else:
+        train, held = read_labelled(table), read_labelled(test)
+        sources = {"train": str(table), "test": str(test)}
+    if dev is not None:
+        middle, sources["dev"] = read_labelled(dev), str(dev)
+    else:
+        parts = split_by(clusters(train.sequences), {"train": 0.9, "dev": 0.1}, seed)
+        train, middle, sources["dev"] = train.take(parts["train"]), train.take(parts["dev"]), sources["train"]
+    return {split: (sources[split], rows) for split, rows in (("train", train), ("dev", middle), ("test", held))}
+
+
 def read_interval_folder(root: Path, *, splits: Sequence[str] = ("train", "test")) -> dict[str, LabelledIntervals]:
     """GenomicBenchmarks' layout of intervals: root/SPLIT/CLASS.csv.gz with id, region, start, end, strand."""
     found = {}

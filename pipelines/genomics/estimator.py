@@ -27,7 +27,8 @@ class TitansSequenceClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[
     """DNA sequences (strings) to class names.
 
     Args:
-        strands: "both" for what either strand tells (binding sites), "forward" for what has a direction (promoters).
+        strands: "both" or "equivariant" for what either strand tells (binding sites), "forward" for what has a direction
+            (promoters); `titans_core.classifier.ClassifierConfig` says how they differ.
         length: bases the model looks at; None takes the longest training sequence.
         kmer: word length of the composition branch, 0 for none; multi-label models have none.
         layers, rule: the backbone's blocks and memory rule (`titans_core.config`).

@@ -1,7 +1,8 @@
 """A classification job: files in, a table of class probabilities out, the same however often it is broken off and run again.
 
     # job.yaml
-    model: models/enhancers.safetensors
+    model: {name: enhancers, version: champion}   # a registered model by number or alias; or a file that `train --output` wrote
+    tracking_uri: sqlite:///runs/tethys.db        # where it is registered
     inputs: [reads/*.fq.gz, regions.bed]
     output: scores/
     genome: hg38.fa          # for BED and VCF inputs
@@ -26,7 +27,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -36,19 +37,29 @@ import yaml
 
 from connectors.errors import UserError
 from connectors.sequences import AnyRecord, Genome, Reader, read
-from pipelines.genomics.training import fit_length, predict
-from titans_core.classifier import SequenceClassifier, load
+from pipelines import DEFAULT_TRACKING_URI
+from pipelines.genomics.answers import AND, answer, load_classifier
+from titans_core.classifier import SequenceClassifier
 
 DONE, WITH_BAD_RECORDS = 0, 3  # exit statuses; 2 is a mistake of the user and 1 a failure of the program
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A model of the registry; version is a number or an alias."""
+
+    name: str
+    version: str = "champion"
 
 
 @dataclass(frozen=True)
 class ClassifyJob:
     """What a job.yaml says; paths are relative to the folder of the file."""
 
-    model: Path
+    model: Path | ModelVersion
     inputs: tuple[Path, ...]
     output: Path
+    tracking_uri: str | None = None
     genome: Path | None = None
     window: int = 0
     pad: bool = False
@@ -64,6 +75,7 @@ class Summary:
     """What a job did; one line for a scheduler's log."""
 
     run_key: str
+    model: str = ""
     records: int = 0
     shards: int = 0
     shards_scored: int = 0
@@ -116,7 +128,7 @@ def read_job(path: str | Path) -> ClassifyJob:
         if not found:
             raise UserError(f"{path}: no file matches '{pattern}'")
         inputs += [Path(name) for name in found if Path(name) not in inputs]
-    settings |= {"inputs": tuple(inputs), "model": here / settings["model"], "output": here / settings["output"]}
+    settings |= {"inputs": tuple(inputs), "model": _model(path, settings["model"]), "output": here / settings["output"]}
     if settings.get("genome") is not None:
         settings["genome"] = here / settings["genome"]
     if settings.get("labels") is not None:
@@ -134,8 +146,39 @@ def read_job(path: str | Path) -> ClassifyJob:
     return job
 
 
+def _model(path: Path, said: Any) -> Path | ModelVersion:
+    """What a job says of its model: a file, an address models:/NAME@ALIAS, or {name, version}."""
+    if isinstance(said, str):
+        found = model_at(said)
+        return path.parent / found if isinstance(found, Path) else found
+    if isinstance(said, dict) and isinstance(said.get("name"), str) and set(said) <= {"name", "version"}:
+        return ModelVersion(said["name"], str(said.get("version", "champion")))
+    raise UserError(f"{path}: model must be a file, or {{name: NAME, version: NUMBER_OR_ALIAS}}")
+
+
+def model_at(text: str) -> Path | ModelVersion:
+    """A registered model by MLflow's address (models:/NAME@ALIAS or models:/NAME/NUMBER), or else a file."""
+    if not text.startswith("models:/"):
+        return Path(text)
+    name, _, version = text.removeprefix("models:/").replace("@", "/").partition("/")
+    if not name or not version:
+        raise UserError(f"'{text}' names no version: write models:/NAME@ALIAS or models:/NAME/NUMBER")
+    return ModelVersion(name, version)
+
+
+def weights_of(model: Path | ModelVersion, tracking_uri: str | None) -> tuple[Path, str]:
+    """The weights of a file or of a registered classifier on this machine, and what to call the model: its path or NAME/VERSION."""
+    if isinstance(model, Path):
+        return model, str(model)
+    from pipelines import tracking
+
+    found = tracking.load_model(model.name, model.version, tracking_uri or DEFAULT_TRACKING_URI, kind="classifier")
+    return found.weights, f"{found.name}/{found.version}"
+
+
 def run_key(job: ClassifyJob) -> str:
     """Digest of everything that decides a row: contents of model, genome and inputs, and the settings."""
+    assert isinstance(job.model, Path)
     digest = hashlib.sha256(b"classify 1\n")
     for path in (job.model, job.genome, *job.inputs):
         if path is not None:
@@ -153,8 +196,10 @@ def run_key(job: ClassifyJob) -> str:
 def classify(job: ClassifyJob) -> Summary:
     """Run a job to its end; raises UserError for what the user can put right (a bad record among it, with "stop")."""
     start = time.monotonic()
+    weights, name = weights_of(job.model, job.tracking_uri)
+    job = replace(job, model=weights)
     key = run_key(job)
-    model, _ = load(job.model)
+    model = load_classifier(weights)
     classes = model.config.classes
     if job.labels is not None and job.labels != classes:
         raise UserError(f"the job expects the classes {list(job.labels)}, the model has {list(classes)}")
@@ -171,7 +216,7 @@ def classify(job: ClassifyJob) -> Summary:
         output.mkdir(parents=True)
     begun.write_text(key)
     parts = [(job, number, path) for number, path in enumerate(job.inputs)]
-    summary = Summary(key, classes=dict.fromkeys(classes, 0))
+    summary = Summary(key, name, classes=dict.fromkeys(classes, 0))
     for part in _on_ray(parts) if job.executor == "ray" else (classify_input(*part) for part in parts):
         _add(summary, part)
     with open(output / ".dead_letter.jsonl", "w") as merged:
@@ -191,9 +236,23 @@ def classify(job: ClassifyJob) -> Summary:
     return summary
 
 
+def track(job: ClassifyJob, summary: Summary) -> None:
+    """Log what a job did as an MLflow run, where it names a store or a registered model."""
+    if job.tracking_uri is None and isinstance(job.model, Path):
+        return
+    from pipelines import tracking
+
+    params = {"run_key": summary.run_key, "model": summary.model, "classes": ",".join(summary.classes), "inputs": len(job.inputs)}
+    with tracking.run(tracking.open_store(job.tracking_uri or DEFAULT_TRACKING_URI), "genomics classify", params=params) as run:
+        numbers = ("records", "bad_records", "empty", "padded", "cropped", "bases", "ambiguous", "seconds")
+        run.log_metrics({name: float(getattr(summary, name)) for name in numbers})
+        run.log_json(asdict(summary), "run.json")
+
+
 def classify_input(job: ClassifyJob, number: int, path: Path) -> Summary:
     """Every missing shard of one input; what was counted in all of it."""
-    model, _ = load(job.model)
+    assert isinstance(job.model, Path)
+    model = load_classifier(job.model)
     classes = model.config.classes
     dead = _dead(job.output, number)
     dead.unlink(missing_ok=True)
@@ -212,8 +271,10 @@ def classify_input(job: ClassifyJob, number: int, path: Path) -> Summary:
         if not file.exists():
             _score(model, path, records, file, job)
             summary.shards_scored += 1
-        for name in _predictions(file, job.format):
-            summary.classes[name] += 1
+        for said in _predictions(file, job.format):
+            for name in said.split(AND) if model.config.task == "multi" else (said,):
+                if name:
+                    summary.classes[name] += 1
         summary.shards += 1
         summary.records += len(records)
         summary.shortest = min(lengths) if summary.shortest < 0 else min(summary.shortest, *lengths)
@@ -270,27 +331,20 @@ def _shards(reader: Reader, size: int) -> Iterator[list[AnyRecord]]:
 
 def _score(model: SequenceClassifier, path: Path, records: Sequence[AnyRecord], file: Path, job: ClassifyJob) -> None:
     """One shard to one file, whole or not at all."""
-    probabilities = predict(model, fit_length([record.sequence for record in records], model.config.length).codes)
-    classes = model.config.classes
-    columns: dict[str, Any] = {
-        "file": [path.name] * len(records),
-        "id": [record.id for record in records],
-        "length": [len(record.sequence) for record in records],
-        "prediction": [classes[i] for i in probabilities.argmax(1)],
-    }
-    columns |= {f"prob_{name}": probabilities[:, i] for i, name in enumerate(classes)}
-    frame = pl.DataFrame(columns)
+    answers = answer(model, [record.sequence for record in records])
+    frame = answers.insert_column(0, pl.Series("id", [record.id for record in records], pl.String))
+    frame.insert_column(0, pl.Series("file", [path.name] * len(records)))
     part = file.with_name("." + file.name)
     if job.format == "parquet":
-        frame.write_parquet(part, metadata={"classes": json.dumps(classes)})
+        frame.write_parquet(part, metadata={"classes": json.dumps(model.config.classes)})
     elif job.format == "tsv":
         frame.write_csv(part, separator="\t")
     else:
         rows = []
-        for record, scores in zip(records, probabilities, strict=True):
+        first = f"prob_{model.config.classes[0]}"
+        for record, said, score in zip(records, answers["prediction"], answers[first], strict=True):
             contig, start, end, strand = record.place  # type: ignore[union-attr, misc]
-            name = f"{record.id}|{classes[int(scores.argmax())]}"
-            rows.append(f"{contig}\t{start}\t{end}\t{name}\t{round(1000 * scores[0])}\t{strand}\n")
+            rows.append(f"{contig}\t{start}\t{end}\t{record.id}|{said}\t{round(1000 * score)}\t{strand}\n")
         part.write_text("".join(rows))
     part.replace(file)
 

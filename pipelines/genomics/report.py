@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 from numpy.typing import NDArray
 
 from connectors.errors import UserError
+from pipelines.genomics.answers import answer
 from pipelines.genomics.audit import Audit, audit
 from pipelines.genomics.baselines import KmerRegression, fit_kmer_regression
 from pipelines.genomics.datasets import Labelled
 from pipelines.genomics.metrics import Score, scores
-from pipelines.genomics.training import Rows, Settings, describe, fit_length, predict, train_classifier
-from titans_core.classifier import ClassifierConfig, SequenceClassifier
+from pipelines.genomics.training import Rows, Settings, describe, fit_length, predict, train_classifier, words_of
+from titans_core.classifier import Card, ClassifierConfig, SequenceClassifier, save
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,53 @@ class Trained:
             for rows, found in parts.items():
                 cells = " ".join(f"{s.value:7.3f} [{s.low:.3f}, {s.high:.3f}]" for s in found.values())
                 lines.append(f"{model:8s} {rows:6s} {cells}")
+        lines += [f"without reading a base, {kind} scores {text}" for kind, text in self._shortcuts()]
         return "\n".join(lines)
+
+    def _shortcuts(self) -> list[tuple[str, str]]:
+        """What rules that read no base reach on test: the figures that a model has to beat to have learnt anything."""
+        findings = [each for each in self.audit.findings if each.split == "test" and each.score is not None]
+        return [(each.kind, f"accuracy {each.score:.3f} ({each.detail})") for each in findings]
+
+    @property
+    def flat(self) -> dict[str, float]:
+        """Every score by the name MODEL.ROWS.METRIC."""
+        return {
+            f"{model}.{rows}.{name}": score.value
+            for model, parts in self.scores.items()
+            for rows, found in parts.items()
+            for name, score in found.items()
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Weights, class names, configuration, digests of the data and scores in one safetensors file."""
+        save(self.model, path, Card(data=self.digests, scores=self.flat))
+
+    def card(self, name: str, rows: Mapping[str, int]) -> str:
+        """The model card in Markdown; `rows` counts the rows of each split."""
+        config = self.model.config
+        metrics = _metrics(self.scores)
+        lines = [f"# {name}", "", "A Titans sequence classifier of DNA.", "", "## Classes", *(f"- {each}" for each in config.classes)]
+        lines += ["", "## Data", *(f"- {split}: {rows[split]} rows, sha256 {digest}" for split, digest in self.digests.items())]
+        lines += [f"- audit: {self.audit.verdict}", *(f"- {each}" for each in self.audit.findings if each.verdict != "pass")]
+        lines += ["", "## Scores on test", "With 95 % intervals over resampled rows, beside a k-mer logistic regression of the same rows.", ""]
+        lines += ["| model | rows | " + " | ".join(metrics) + " |", "|---" * (2 + len(metrics)) + "|"]
+        for model, parts in self.scores.items():
+            for kind, found in parts.items():
+                cells = (f"{score.value:.3f} [{score.low:.3f}, {score.high:.3f}]" for score in found.values())
+                lines.append(f"| {model} | {kind} | " + " | ".join(cells) + " |")
+        lines += ["", *(f"- Without reading a base, {kind} scores {text}." for kind, text in self._shortcuts())]
+        lines += [
+            "",
+            "## Intended use",
+            f"Sequences of {config.length} bases like those it was trained on, strands: {config.strands}. Shorter ones are padded with N,",
+            "longer ones cut about their middle. Case is no information; the IUPAC ambiguity codes are read as N.",
+            "",
+            "## Limits",
+            "- Probabilities are calibrated on the held-out rows and for their share of classes; another share needs another calibration.",
+            "- Nothing is known of a class that was not in training: every sequence gets one of these classes.",
+        ]
+        return "\n".join(lines) + "\n"
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -68,6 +118,7 @@ def train_and_report(
     test: Labelled,
     *,
     strands: str = "forward",
+    length: int | None = None,
     settings: Settings | None = None,
     accept_leaks: bool = False,
     draws: int = 500,
@@ -75,6 +126,8 @@ def train_and_report(
     **shape: Any,
 ) -> Trained:
     """Audit the splits, train, and score on test; `shape` goes to ClassifierConfig, `draws` resample for the intervals.
+
+    `length`: bases the model looks at, the longest training row where None; the shortest row's leaves it no length to learn from.
 
     Raises UserError where the audit refuses and accept_leaks is not set. Dev rows that train holds are left out.
     """
@@ -89,14 +142,14 @@ def train_and_report(
     dev = dev.take([i for i, sequence in enumerate(dev.sequences) if sequence not in known])
     if not len(dev):
         raise UserError("no dev row is left once those that train holds are taken out")
-    length = max(map(len, train.sequences))
+    length = length or max(map(len, train.sequences))
     place = {name: i for i, name in enumerate(classes)}
 
     def encode(rows: Labelled) -> Rows:
         return fit_length(rows.sequences, length).codes, np.array([place[label] for label in rows.labels], np.int64)
 
     parts = {"train": encode(train), "dev": encode(dev), "test": encode(test)}
-    kmer: KmerRegression = fit_kmer_regression(parts["train"], parts["dev"], len(classes), strands=(strands,))
+    kmer: KmerRegression = fit_kmer_regression(parts["train"], parts["dev"], len(classes), strands=(words_of(strands),))
     config = ClassifierConfig(classes=classes, length=length, strands=strands, **shape)  # type: ignore[arg-type]
     model = train_classifier(config, parts["train"], parts["dev"], settings, composition=kmer, progress=progress)
     codes, target = parts["test"]
@@ -109,3 +162,41 @@ def train_and_report(
             table[name]["clean"] = scores(target.tolist(), values, rows=clean, draws=draws)
     digests = {name: digest(rows) for name, rows in (("train", train), ("dev", dev), ("test", test))}
     return Trained(model, found, table, digests)
+
+
+def register(
+    trained: Trained,
+    splits: Mapping[str, tuple[str, Labelled]],
+    *,
+    tracking_uri: str,
+    name: str,
+    alias: str | None,
+    params: Mapping[str, Any],
+) -> str:
+    """Log a training as an MLflow run and register its model; returns NAME/VERSION. splits: source and rows by split."""
+    from pipelines import tracking
+
+    config = trained.model.config
+    about = {**params, "strands": config.strands, "classes": ",".join(config.classes), "model_name": name}
+    with tracking.run(tracking.open_store(tracking_uri), f"genomics train {name}", params=about) as run:
+        for split, (source, rows) in splits.items():
+            frame = pl.DataFrame({"sequence": rows.sequences, "label": rows.labels})
+            run.log_dataset(frame, name=split, source=source, context=split)
+        run.log_metrics(trained.flat)
+        run.log_json(trained.to_json(), "report.json")
+        example = splits["test"][1].sequences[:2]
+        with tempfile.TemporaryDirectory() as folder:
+            weights = Path(folder) / "weights.safetensors"
+            trained.save(weights)
+            version = tracking.register_classifier(
+                run,
+                weights,
+                asdict(config),
+                name=name,
+                alias=alias,
+                card=trained.card(name, {split: len(rows) for split, (_, rows) in splits.items()}),
+                input_example=pl.DataFrame({"sequence": example}),
+                output_example=answer(trained.model, example),
+                metrics=trained.flat,
+            )
+    return f"{name}/{version}"

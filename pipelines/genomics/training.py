@@ -129,9 +129,10 @@ def train_classifier(
     settings = settings or Settings()
     multi = config.task == "multi"
     if config.kmer and not multi:
+        strands = words_of(config.strands)
         if composition is None:
-            composition = fit_kmer_regression(train, dev, len(config.classes), strands=(config.strands,), ks=(config.kmer,))
-        if composition.strands != config.strands:
+            composition = fit_kmer_regression(train, dev, len(config.classes), strands=(strands,), ks=(config.kmer,))
+        if composition.strands != strands:
             raise ValueError(f"composition reads {composition.strands} strands, the model {config.strands}")
         config = replace(config, kmer=composition.k)
     else:
@@ -148,6 +149,11 @@ def train_classifier(
         parts = [model.both(part) for part in torch.from_numpy(dev[0]).long().split(512)]
     model.calibrate(torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts]), torch.from_numpy(dev[1]))
     return model
+
+
+def words_of(strands: str) -> str:
+    """Which strands' words are counted beside a network that reads these."""
+    return "forward" if strands == "forward" else "both"
 
 
 def predict(model: SequenceClassifier, codes: NDArray[np.uint8], batch: int = 512) -> NDArray[np.float64]:

@@ -14,8 +14,13 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import torch
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch
+from matplotlib.textpath import TextPath
+from matplotlib.transforms import Affine2D
 from numpy.typing import NDArray
 
+from connectors.errors import UserError
 from connectors.sequences import Genome, Source, Variant, variants
 from pipelines.genomics.training import fit_length
 from titans_core.classifier import SequenceClassifier, reverse_complement
@@ -72,22 +77,91 @@ def _frame(model: SequenceClassifier, rows: list[Variant]) -> pl.DataFrame:
     return pl.DataFrame(columns, schema_overrides={**texts, "position": pl.Int64, **numbers})
 
 
-def mutagenesis(model: SequenceClassifier, sequence: str, label: str) -> NDArray[np.float64]:
-    """Effect on a class of every single substitution: (bases, 4), columns A, C, G, T; 0 where the base is the sequence's."""
-    if len(sequence) > model.config.length:
-        raise ValueError(f"{len(sequence)} bases are more than the {model.config.length} that the model looks at")
-    if label not in model.config.classes:
-        raise ValueError(f"'{label}' is none of the classes {', '.join(model.config.classes)}")
-    codes = encode_bases(sequence)
-    rows = [codes]
-    for at in range(len(codes)):
-        for base in range(4):
-            changed = codes.copy()
-            changed[at] = base
-            rows.append(changed)
-    padded = np.full((len(rows), model.config.length), 4, np.uint8)
-    padded[:, : len(codes)] = rows
-    answers = logits(model, padded)[:, model.config.classes.index(label)]
-    effects: NDArray[np.float64] = (answers[1:] - answers[0]).reshape(len(codes), 4)
-    effects[np.arange(len(codes))[codes < 4], codes[codes < 4]] = 0.0
+def mutagenesis(model: SequenceClassifier, sequence: str, label: str, *, batch: int = 256) -> NDArray[np.float64]:
+    """Effect on a class of every single substitution: (bases, 4), columns A, C, G, T; 0 where the base is the sequence's.
+
+    3 L + 1 answers, `batch` at a time: memory does not grow with the number of substitutions.
+    """
+    codes, place = _window(model, sequence, label)
+    bases = len(sequence)
+    changes = [(at, base) for at in range(bases) for base in range(4) if codes[at] != base]
+    before = logits(model, codes[None])[0, place]
+    effects = np.zeros((bases, 4))
+    for start in range(0, len(changes), batch):
+        part = changes[start : start + batch]
+        rows = np.repeat(codes[None], len(part), 0)
+        for row, (at, base) in zip(rows, part, strict=True):
+            row[at] = base
+        answers = logits(model, rows)[:, place] - before
+        for (at, base), effect in zip(part, answers, strict=True):
+            effects[at, base] = effect
     return effects
+
+
+def saliency(model: SequenceClassifier, sequence: str, label: str) -> NDArray[np.float64]:
+    """Gradient of a class's centred logit by the one-hot rows of a sequence: (bases, 4), averaged over both strands.
+
+    The mean over the four bases is taken away, because one-hot rows never move along it (Majdandzic et al. 2023, "Correcting
+    gradient-based interpretations of deep neural networks for genomics"). The row of the sequence's own base is its importance.
+    Only the network has a gradient: what the composition branch adds is seen by `mutagenesis` alone.
+    """
+    codes, place = _window(model, sequence, label)
+    with torch.inference_mode(False), torch.enable_grad():
+        rows = model.rows[torch.from_numpy(codes).long()[None]].clone().requires_grad_(True)
+        answers = model.network_of(rows)
+        if model.config.strands == "forward":
+            answers = (answers + model.network_of(rows.flip(1, 2))) / 2
+        (found,) = torch.autograd.grad(model.network_scale * (answers[0, place] - answers[0].mean()), rows)
+    gradient: NDArray[np.float64] = found[0, : len(sequence)].double().numpy()
+    return gradient - gradient.mean(1, keepdims=True)
+
+
+def _window(model: SequenceClassifier, sequence: str, label: str) -> tuple[NDArray[np.uint8], int]:
+    """A sequence as the model's padded codes, and the place of a class."""
+    if len(sequence) > model.config.length:
+        raise UserError(f"{len(sequence)} bases are more than the {model.config.length} that the model looks at: cut a window out")
+    if label not in model.config.classes:
+        raise UserError(f"'{label}' is none of the classes {', '.join(model.config.classes)}")
+    return fit_length([sequence], model.config.length).codes[0], model.config.classes.index(label)
+
+
+def explain(model: SequenceClassifier, sequence: str, label: str) -> pl.DataFrame:
+    """One row a base: position (0-based), base, saliency, and effect_A, effect_C, effect_G, effect_T of substituting it."""
+    effects, gradient = mutagenesis(model, sequence, label), saliency(model, sequence, label)
+    codes = encode_bases(sequence)
+    own = np.where(codes < 4, gradient[np.arange(len(codes)), np.minimum(codes, 3)], 0.0)
+    columns = {f"effect_{base}": effects[:, i] for i, base in enumerate("ACGT")}
+    return pl.DataFrame({"position": np.arange(len(codes)), "base": list(sequence.upper()), "saliency": own, **columns})
+
+
+def plot(table: pl.DataFrame, title: str) -> Figure:
+    """A logo of the sequence by the importance of its bases, the saliency, and the effect of every substitution."""
+    effects = table.select("effect_A", "effect_C", "effect_G", "effect_T").to_numpy()
+    importance = -effects.sum(1) / 3  # what the class loses on average when the base is another one
+    bases = table["base"].to_list()
+    figure = Figure(figsize=(min(4 + 0.13 * len(bases), 40), 5), layout="constrained")
+    logo, line, heat = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1.4))
+    for at, (base, height) in enumerate(zip(bases, importance, strict=True)):
+        if base in _COLOURS and height != 0:
+            logo.add_patch(_letter(base, at, float(height)))
+    logo.set(xlim=(-0.5, len(bases) - 0.5), title=title, ylabel="importance")
+    logo.set_ylim(min(0.0, float(importance.min())) * 1.1 - 1e-9, max(0.0, float(importance.max())) * 1.1 + 1e-9)
+    logo.axhline(0, color="black", linewidth=0.5)
+    line.bar(np.arange(len(bases)), table["saliency"].to_numpy(), color="0.4")
+    line.set_ylabel("saliency")
+    reach = float(np.abs(effects).max()) or 1.0
+    shown = heat.imshow(effects.T, aspect="auto", cmap="RdBu_r", vmin=-reach, vmax=reach, interpolation="nearest")
+    heat.set(yticks=range(4), yticklabels=list("ACGT"), xlabel="position", ylabel="changed to")
+    figure.colorbar(shown, ax=heat, label="effect")
+    return figure
+
+
+_COLOURS = {"A": "#2f8f3a", "C": "#2b5fb4", "G": "#e0a030", "T": "#c8372d", "U": "#c8372d"}
+
+
+def _letter(base: str, at: int, height: float) -> PathPatch:
+    """A letter that fills the column of a position from 0 to `height`."""
+    glyph = TextPath((0, 0), base, size=1)
+    box = glyph.get_extents()
+    fill = Affine2D().translate(-box.x0, -box.y0).scale(0.9 / box.width, height / box.height).translate(at - 0.45, 0)
+    return PathPatch(glyph.transformed(fill), facecolor=_COLOURS[base], linewidth=0)

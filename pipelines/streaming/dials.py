@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import numpy as np
+
 from connectors.errors import UserError
 
 # A worker that has not committed for so long is not ready: its source is silent or it hangs.
@@ -23,7 +25,7 @@ class Step:
     counters: Counter[str]
     streams: int
     """Resident streams."""
-    latencies_ms: list[float]
+    latencies_ms: np.ndarray
     """Of each event of the batch: given to the broker, or taken from the source -> forecasts durable."""
     surprise: float
     """Mean over the batch; NaN when nothing was judged."""
@@ -139,7 +141,7 @@ class Dials:
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)
-        for latency in step.latencies_ms:
+        for latency in step.latencies_ms.tolist():
             self._latency.observe(latency / 1e3)
         if step.lag is not None:
             self._lag.set(step.lag)

@@ -3,7 +3,9 @@
 A batch goes through the clocks of its streams, which put events in order; what they let through is cut into rounds
 with at most one row a stream, and each round is one batched step for all its streams:
 
-    gather states -> observe(y) -> forecast -> put states back
+    observe(y) -> forecast -> judge y by the forecasts before it -> hold this forecast back
+
+in place on the stacked state: natively in one pass over each stream's memory, or gathered and put back around pure functions.
 
 The engine touches neither source nor sink. `step` is a pure function of the states, the batch and its number, so that
 replaying journalled batches (`restore`) brings every state back to the same bits.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
@@ -25,11 +27,11 @@ from torch import Tensor
 
 from connectors.checkpoints import CheckpointStore
 from connectors.streams.base import DeadLetter, Record, dead_letter_frame
-from pipelines.streaming.event_time import EventTime, Row
-from pipelines.streaming.journal import Arrivals, unpack_arrivals, unpack_rows
+from pipelines.streaming.event_time import CODE, VERDICTS, EventTime, Released, turns
+from pipelines.streaming.journal import Arrivals, Rows, unpack_arrivals, unpack_rows
 from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL, UNUSUAL_BIT, Monitors, MonitorState, Verdict
 from pipelines.streaming.slots import Slots
-from titans_core.state import replace, select
+from titans_core.state import select, write_
 
 ALARMS = {
     "unique_id": pl.String,
@@ -68,7 +70,11 @@ class StreamModel:
     horizon: int
     quantiles: tuple[float, ...]
     phase: Callable[[np.ndarray], np.ndarray]
-    """(n,) int64 times -> (n, F) what the memory knows of the calendar at each."""
+    """(n,) int64 times -> (n, G) what the memory knows of the calendar at each."""
+    beside: Callable[[Sequence[str], np.ndarray], np.ndarray] | None = None
+    """n names, (n, m) int64 times -> (n, m, K) the covariates of these streams' rows, NaN where they are not known; F = G + K."""
+    row: Callable[[Any, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """`observe` and `forecast` for one row of many streams, in place (`titans_core.forecaster_row`); None: by the memory's pure pair."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +90,12 @@ class Outcome:
     """What one batch brought."""
 
     forecasts: pl.DataFrame
-    """A row for each event and step: unique_id, origin, ds, step, q..., low, high, surprise, anomaly, model_version."""
+    """A row for each event that is answered: unique_id, origin, ds, step, q..., low, high, surprise, anomaly, model_version; those of
+    the horizon's steps (ds, step, q..., low, high) are arrays, and `explode` makes long rows of them."""
     alarms: pl.DataFrame
     """A row for each alarm: unique_id, ds, y, kind, cause, statistic, limit, model_version."""
     dead: pl.DataFrame
-    learnt: list[Row]
+    learnt: Rows
     counters: Counter[str]
     mean_surprise: float
     """Over the values of the batch that could be judged; NaN when there are none."""
@@ -118,7 +125,7 @@ class Engine:
         self.policy = policy
         self.store = store
         self.monitors = Monitors(model.quantiles, model.horizon)
-        self.slots = Slots(self._fresh, store, max_resident)
+        self.slots = Slots(self._fresh, store, max_resident, policy.remember)
 
     def _fresh(self, n: int) -> StreamState:
         with torch.inference_mode():
@@ -137,87 +144,97 @@ class Engine:
     def step(self, arrivals: Arrivals, batch: int) -> Outcome:
         """Work on one batch: states move, forecasts come out. Distinct streams in a batch <= `max_resident`."""
         records = arrivals.records
-        self.slots.admit(dict.fromkeys([r.unique_id for r in records] + list(arrivals.flush)), batch)
-        rows: list[Row] = []
+        slots = self.slots.admit(arrivals.streams(), batch)
+        verdicts, released = self.slots.clocks.feed(slots[: len(records)], records, self.policy)
+        if arrivals.flush:
+            ended = self.slots.clocks.flush(slots[len(records) :].tolist(), self.policy)
+            released = Released(*(np.concatenate(pair) for pair in zip(released, ended, strict=True)))
+        rows = Rows(self.slots.names_at(released.slot), released.ds, released.y, released.gap)
         counters: Counter[str] = Counter(received=len(records) + len(arrivals.dead), parsed=len(records))
         counters.update(letter.reason for letter in arrivals.dead)
+        counters.update({VERDICTS[code]: count for code, count in enumerate(np.bincount(verdicts).tolist()) if count})
         dead = list(arrivals.dead)
-        for record, verdict in self._feed(arrivals, rows):
-            counters[verdict] += 1
-            if verdict in REFUSED:
-                dead.append(_refused(record, verdict))
-        counters["gap_steps"] += sum(row.gap for row in rows)
-        rounds = self._learn(rows)
-        self.slots.changed(dict.fromkeys([r.unique_id for r in records] + list(arrivals.flush)), batch)
+        if any(counters[verdict] for verdict in REFUSED):
+            refused = np.flatnonzero(np.isin(verdicts, [CODE[verdict] for verdict in REFUSED])).tolist()
+            dead += [_refused(records[i], VERDICTS[verdicts[i]]) for i in refused]
+        rounds = self._learn(rows, released.slot)
+        self.slots.changed(slots, batch)
         whole = self._merge(rounds)
         surprise = whole.verdict.surprise
         alarms, forecasts = self._alarms(whole), self._forecasts(whole)
         counters.update(
+            gap_steps=int(rows.gap.sum()),
             judged=int((~surprise.isnan()).sum()),
             covered=int(whole.verdict.covered.sum()),
             alarms=alarms.height,
-            forecasts=len(rows) * self.model.horizon,
+            forecasts=forecasts.height * self.model.horizon,
         )
         return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item())
 
-    def _feed(self, arrivals: Arrivals, rows: list[Row]) -> Iterable[tuple[Record, str]]:
-        slots, policy = self.slots, self.policy
-        for record in arrivals.records:
-            yield record, slots.clock(record.unique_id).feed(record, policy, rows)
-        for name in arrivals.flush:
-            slots.clock(name).flush(name, policy, rows)
-
-    def _learn(self, rows: Sequence[Row]) -> list[Round]:
-        """Rounds of at most one row a stream, in order; each round is one batched step."""
-        seen: Counter[str] = Counter()
-        rounds: list[list[Row]] = []
-        for row in rows:
-            turn = seen[row.unique_id]
-            seen[row.unique_id] += 1
-            if turn == len(rounds):
-                rounds.append([])
-            rounds[turn].append(row)
+    def _learn(self, rows: Rows, slots: np.ndarray) -> list[Round]:
+        """Rounds of at most one row a stream, in order; each round is one batched step. slots (n,): of each row."""
+        if not len(rows):
+            return []
+        order, turn, _ = turns(slots)
+        turn_of = np.empty_like(turn)
+        turn_of[order] = turn
         with torch.inference_mode():
-            return [self._round(one) for one in rounds]
+            if not turn.any():
+                return [self._round(rows, slots)]
+            out = []
+            for one in range(int(turn.max()) + 1):
+                at = np.flatnonzero(turn_of == one)
+                part = Rows([rows.unique_id[i] for i in at.tolist()], rows.ds[at], rows.y[at], rows.gap[at])
+                out.append(self._round(part, slots[at]))
+            return out
 
-    def _round(self, rows: Sequence[Row]) -> Round:
-        memory, watch = self.model.memory, self.monitors
-        slots = torch.tensor([self.slots.slot(row.unique_id) for row in rows])
-        ds = np.array([row.ds for row in rows], dtype=np.int64)
+    def _round(self, rows: Rows, places: np.ndarray) -> Round:
+        ds, slots = rows.ds, torch.from_numpy(places)
         # float64: a level of a billion must not swallow the movement around it.
-        value = torch.tensor([row.y for row in rows], dtype=torch.float64)
+        value = torch.from_numpy(rows.y)
         observed = ~value.isnan()
-        state: StreamState = self.slots.gather(slots)
-        model, monitored = state.model, state.monitors
-        gaps = torch.tensor([row.gap for row in rows])
-        if gaps.any():
-            model = self._pass_gaps(model, gaps, ds)
-            monitored = watch.skip(monitored, gaps)
+        if rows.gap.any():
+            self._pass_gaps(rows, places)
         y = torch.where(observed, value, 0.0)
         # Most streams stand at the same time: the calendar is worked out once for each distinct one.
-        times, which = np.unique(ds, return_inverse=True)
-        now, ahead = self._phase(times), self.policy.frequency.after(times, self.model.horizon)
-        model = memory.observe(model, y.unsqueeze(1), observed.unsqueeze(1), now[which].unsqueeze(1))
-        future = ahead[which]
-        forecast = memory.forecast(model, self._phase(ahead)[which])
-        monitored, verdict = watch.judge(monitored, value)
-        low, high = watch.interval(monitored, forecast)
-        self.slots.put(slots, StreamState(model, watch.expect(monitored, forecast)))
-        return Round([row.unique_id for row in rows], ds, value, future, forecast, low, high, verdict)
+        times, inverse = np.unique(ds, return_inverse=True)
+        ahead, which = self.policy.frequency.after(times, self.model.horizon), torch.from_numpy(inverse)
+        now, future = self._phase(times), ahead[inverse]
+        state: StreamState = self.slots.state
+        if self.model.row is not None:
+            forecast = self.model.row(state.model, slots, y, observed, which, now, self._phase(ahead))
+        else:
+            memory = self.model.memory
+            here = self._with_covariates(now[which].unsqueeze(1), rows.unique_id, ds[:, None])
+            model = memory.observe(select(state.model, slots), y.unsqueeze(1), observed.unsqueeze(1), here)
+            forecast = memory.forecast(model, self._with_covariates(self._phase(ahead)[which], rows.unique_id, future))
+            write_(state.model, slots, model)
+        verdict, low, high = self.monitors.row_(state.monitors, slots, value, forecast)
+        return Round(rows.unique_id, ds, value, future, forecast, low, high, verdict)
 
-    def _pass_gaps(self, model: Any, gaps: Tensor, ds: np.ndarray) -> Any:
+    def _pass_gaps(self, rows: Rows, places: np.ndarray) -> None:
         """Let the streams that skipped steps of the grid pass them as missing rows: one call for each length of gap."""
-        for gap in gaps[gaps > 0].unique().tolist():
-            index = (gaps == gap).nonzero().squeeze(1)
-            phase = self._phase(self.policy.frequency.before(ds[index.numpy()], gap))
-            empty = torch.zeros(len(index), gap, dtype=torch.float64)
+        state: StreamState = self.slots.state
+        for gap in np.unique(rows.gap[rows.gap > 0]).tolist():
+            here = np.flatnonzero(rows.gap == gap)
+            slots = torch.from_numpy(places[here])
+            passed = self.policy.frequency.before(rows.ds[here], gap)
+            phase = self._with_covariates(self._phase(passed), [rows.unique_id[i] for i in here.tolist()], passed)
+            empty = torch.zeros(len(here), gap, dtype=torch.float64)
             unseen = torch.zeros_like(empty, dtype=torch.bool)
-            model = replace(model, index, self.model.memory.observe(select(model, index), empty, unseen, phase))
-        return model
+            write_(state.model, slots, self.model.memory.observe(select(state.model, slots), empty, unseen, phase))
+            skipped = self.monitors.skip(select(state.monitors, slots), torch.full((len(here),), gap))
+            write_(state.monitors, slots, skipped)
 
     def _phase(self, ds: np.ndarray) -> Tensor:
         """(...) times -> (..., F)."""
         return torch.from_numpy(self.model.phase(ds.reshape(-1))).unflatten(0, ds.shape)
+
+    def _with_covariates(self, phase: Tensor, names: Sequence[str], ds: np.ndarray) -> Tensor:
+        """(n, m, G), n names and times (n, m) -> (n, m, F)."""
+        if self.model.beside is None:
+            return phase
+        return torch.cat([phase, torch.from_numpy(self.model.beside(names, ds))], 2)
 
     # Rows.
 
@@ -246,22 +263,21 @@ class Engine:
         return pl.Series(name, ds).cast(pl.Int64 if self.policy.frequency.counts else pl.Datetime("us"))
 
     def _forecasts(self, one: Round) -> pl.DataFrame:
-        """Long rows: for each event the steps of its forecast."""
-        horizon = self.model.horizon
-        each = np.repeat(np.arange(len(one.names)), horizon)
-        values = one.forecast.double().numpy().reshape(-1, len(self.model.quantiles))
+        """A row for each event, the steps of its forecast in arrays."""
+        n, horizon = len(one.names), self.model.horizon
+        steps = np.broadcast_to(np.arange(1, horizon + 1, dtype=np.int32), (n, horizon))
         return pl.DataFrame(
             [
-                pl.Series("unique_id", one.names, dtype=pl.String).gather(each),
-                self._time("origin", np.repeat(one.ds, horizon)),
-                self._time("ds", one.future.reshape(-1)),
-                pl.Series("step", np.tile(np.arange(1, horizon + 1, dtype=np.int32), len(one.names))),
-                *(_number(f"q{q:g}", values[:, i]) for i, q in enumerate(self.model.quantiles)),
-                _number("low", one.low.double().numpy().reshape(-1)),
-                _number("high", one.high.double().numpy().reshape(-1)),
-                _number("surprise", np.repeat(one.verdict.surprise.numpy(), horizon)),
-                _number("anomaly", np.repeat(one.verdict.anomaly.numpy(), horizon)),
-                pl.Series("model_version", [self.model.version], dtype=pl.String).gather(np.zeros_like(each)),
+                pl.Series("unique_id", one.names, dtype=pl.String),
+                self._time("origin", one.ds),
+                self._time("ds", one.future.reshape(-1)).reshape((n, horizon)),
+                pl.Series("step", steps, dtype=pl.Array(pl.Int32, horizon)),
+                *(_number(f"q{q:g}", one.forecast[:, :, i]) for i, q in enumerate(self.model.quantiles)),
+                _number("low", one.low),
+                _number("high", one.high),
+                _number("surprise", one.verdict.surprise),
+                _number("anomaly", one.verdict.anomaly),
+                pl.Series("model_version", [self.model.version], dtype=pl.String).gather(np.zeros(n, dtype=np.int64)),
             ]
         )
 
@@ -295,17 +311,13 @@ class Engine:
                 unfinished = (arrivals, entry.batch)
                 break
             rows = unpack_rows(entry.learnt, arrivals)
-            touched = dict.fromkeys([r.unique_id for r in arrivals.records] + list(arrivals.flush))
-            self.slots.admit(touched, entry.batch)
-            known = Arrivals(
-                [r for r in arrivals.records if not self.slots.stands_in(r.unique_id)],
-                flush=[name for name in arrivals.flush if not self.slots.stands_in(name)],
-            )
-            again: list[Row] = []
-            for _ in self._feed(known, again):
-                pass
-            self._learn(rows)
-            self.slots.changed(touched, entry.batch)
+            names = arrivals.streams()
+            slots = self.slots.admit(names, entry.batch)
+            known, n = ~self.slots.stands_in(names), len(arrivals.records)
+            self.slots.clocks.feed(slots[:n][known[:n]], arrivals.records.at(known[:n]), self.policy)
+            self.slots.clocks.flush(slots[n:][known[n:]].tolist(), self.policy)
+            self._learn(rows, self.slots.find(rows.unique_id))
+            self.slots.changed(slots, entry.batch)
         self.slots.drop_stand_ins()
         return unfinished
 
@@ -317,8 +329,8 @@ class Engine:
 
     def waiting(self, unique_ids: Sequence[str], batch: int) -> list[str]:
         """Those of the streams that have events waiting for their watermark; they become resident."""
-        self.slots.admit(unique_ids, batch)
-        return [name for name in unique_ids if self.slots.clock(name).buffer]
+        slots = self.slots.admit(unique_ids, batch)
+        return [name for name, slot in zip(unique_ids, slots.tolist(), strict=True) if self.slots.clocks.get(slot).buffer]
 
     def digest(self) -> str:
         """SHA-256 over the states of all streams, by name: equal digests are equal states, bit for bit."""
@@ -328,9 +340,11 @@ class Engine:
         return total.hexdigest()
 
 
-def _number(name: str, values: np.ndarray) -> pl.Series:
-    """A column in which NaN becomes null: no file format agrees on NaN."""
-    return pl.Series(name, np.ascontiguousarray(values)).fill_nan(None)
+def _number(name: str, values: Tensor) -> pl.Series:
+    """A column, of numbers or of arrays of them, in which NaN becomes null: no file format agrees on NaN."""
+    numbers = values.double().numpy()
+    flat = pl.Series(name, np.ascontiguousarray(numbers).reshape(-1)).fill_nan(None)
+    return flat if numbers.ndim == 1 else flat.reshape(numbers.shape)
 
 
 def _refused(record: Record, verdict: str) -> DeadLetter:

@@ -11,6 +11,9 @@ stream never depends on which others share its worker. Verdicts:
     conflict     another value for a time, or another time for an event id, that is already known
     quarantined  further ahead than a clock may jump; the watermark does not move
     off_grid     between two steps of the stream's frequency
+
+`Clock` is one of them, event by event; `Clocks` are those of thousands of streams, whose plain events (in order, none
+waits) are told together and only the others by a `Clock` each.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import calendar
 import math
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -26,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from connectors.errors import UserError
-from connectors.streams.base import Record
+from connectors.streams.base import Record, Records
 from pipelines.windows import continue_grid, parse_frequency
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -251,3 +255,154 @@ class Clock:
         clock.recent = deque((ds, math.nan if y is None else y, event) for ds, y, event in data[3])
         clock.ahead = None if data[4] is None else (data[4][0], data[4][1])
         return clock
+
+
+VERDICTS = ("accepted", "missing", "late", "duplicate", "corrected", "conflict", "quarantined", "off_grid")
+CODE = {verdict: code for code, verdict in enumerate(VERDICTS)}
+NEVER = np.iinfo(np.int64).min
+
+
+class Released(NamedTuple):
+    """What the clocks let through, in the order in which events let it: a column each, n rows."""
+
+    slot: np.ndarray
+    """int64: whose row it is."""
+    ds: np.ndarray
+    y: np.ndarray
+    gap: np.ndarray
+
+
+class Clocks:
+    """The clocks of many slots. One in which nothing waits, of events without ids, is a row of arrays; any other is a
+    `Clock` in `special`."""
+
+    def __init__(self, size: int, remember: int):
+        self._remember = remember
+        self._last = np.full(size, NEVER)
+        """Event time of the last row, which is the newest where nothing waits."""
+        self._recent_ds = np.zeros((size, remember), dtype=np.int64)
+        self._recent_y = np.zeros((size, remember))
+        """Rings of the last rows: row r at r % remember."""
+        self._rows = np.zeros(size, dtype=np.int64)
+        self._is_special = np.zeros(size, dtype=bool)
+        self.special: dict[int, Clock] = {}
+
+    def grow(self, size: int) -> None:
+        more = Clocks(size - len(self._last), self._remember)
+        for name in ("_last", "_recent_ds", "_recent_y", "_rows", "_is_special"):
+            setattr(self, name, np.concatenate([getattr(self, name), getattr(more, name)]))
+
+    def get(self, slot: int) -> Clock:
+        """The clock of a slot; `put` makes changes to it lasting."""
+        if slot in self.special:
+            return self.special[slot]
+        clock, rows = Clock(), int(self._rows[slot])
+        if self._last[slot] != NEVER:
+            clock.last = clock.newest = int(self._last[slot])
+        places = np.arange(max(0, rows - self._remember), rows) % self._remember
+        recent = zip(self._recent_ds[slot, places].tolist(), self._recent_y[slot, places].tolist(), strict=True)
+        clock.recent = deque((ds, y, None) for ds, y in recent)
+        return clock
+
+    def put(self, slot: int, clock: Clock) -> None:
+        plain = not clock.buffer and clock.ahead is None and clock.last == clock.newest
+        plain = plain and all(event is None for _, _, event in clock.recent)
+        self._is_special[slot] = not plain
+        if not plain:
+            self.special[slot] = clock
+            return
+        self.special.pop(slot, None)
+        self._last[slot] = NEVER if clock.last is None else clock.last
+        self._rows[slot] = rows = len(clock.recent)
+        if rows:
+            self._recent_ds[slot, :rows] = [ds for ds, _, _ in clock.recent]
+            self._recent_y[slot, :rows] = [y for _, y, _ in clock.recent]
+
+    def feed(self, slots: np.ndarray, records: Records, policy: EventTime) -> tuple[np.ndarray, Released]:
+        """Take events, the slot of each in `slots` (n,); returns the code of each verdict (n,) and the rows let through."""
+        ds, y = records.ds, records.y
+        quick, gap = self._plain(slots, records, policy)
+        verdict = np.where(np.isnan(y), CODE["missing"], CODE["accepted"])
+        if quick.all():
+            self._take(slots, ds, y)
+            return verdict, Released(slots, ds, y, gap)
+        at = np.flatnonzero(quick)
+        self._take(slots[at], ds[at], y[at])
+        slow: list[tuple[int, int, float, int]] = []
+        released_at: list[int] = []
+        clocks: dict[int, Clock] = {}
+        for i in np.flatnonzero(~quick).tolist():
+            slot = int(slots[i])
+            clock = clocks.get(slot) or clocks.setdefault(slot, self.get(slot))
+            out: list[Row] = []
+            verdict[i] = CODE[clock.feed(records[i], policy, out)]
+            slow += [(slot, row.ds, row.y, row.gap) for row in out]
+            released_at += [i] * len(out)
+        for slot, clock in clocks.items():
+            self.put(slot, clock)
+        rows = _released(slow)
+        order = np.argsort(np.concatenate([at, np.array(released_at, dtype=np.int64)]), kind="stable")
+        fast = (slots[at], ds[at], y[at], gap[at])
+        return verdict, Released(*(np.concatenate(pair)[order] for pair in zip(fast, rows, strict=True)))
+
+    def _plain(self, slots: np.ndarray, records: Records, policy: EventTime) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) bool: all events of the stream in this batch come in order and leave at once; (n,) gap before each such."""
+        n, length = len(slots), policy.frequency.length
+        if policy.grace or policy.frequency.months or not n:
+            return np.zeros(n, dtype=bool), np.zeros(n, dtype=np.int64)
+        order = np.argsort(slots, kind="stable")
+        mine, ds = slots[order], records.ds[order]
+        first = np.ones(n, dtype=bool)
+        first[1:] = mine[1:] != mine[:-1]
+        before = np.empty(n, dtype=np.int64)
+        before[1:] = ds[:-1]
+        before[first] = self._last[mine[first]]
+        begins = before == NEVER
+        step = np.where(begins, length, ds - np.where(begins, 0, before))
+        plain = (step > 0) & (step <= policy.jump) & (step % length == 0) | begins
+        plain &= ~self._is_special[mine]
+        if records.event_id is not None:
+            plain &= np.array([event is None for event in records.event_id], dtype=bool)[order]
+        starts = np.flatnonzero(first)
+        whole = np.logical_and.reduceat(plain, starts)[np.cumsum(first) - 1]
+        quick, gap = np.empty(n, dtype=bool), np.empty(n, dtype=np.int64)
+        quick[order], gap[order] = whole, step // length - 1
+        return quick, gap
+
+    def _take(self, slots: np.ndarray, ds: np.ndarray, y: np.ndarray) -> None:
+        order, turn, count = turns(slots)
+        mine = slots[order]
+        kept = turn >= count - self._remember  # of more rows than a ring holds, the last
+        place = (self._rows[mine] + turn)[kept] % self._remember
+        self._recent_ds[mine[kept], place] = ds[order][kept]
+        self._recent_y[mine[kept], place] = y[order][kept]
+        final = turn == count - 1
+        self._last[mine[final]] = ds[order][final]
+        self._rows[mine[final]] += count[final]
+
+    def flush(self, slots: Sequence[int], policy: EventTime) -> Released:
+        """Let everything through: these streams have ended."""
+        out: list[tuple[int, int, float, int]] = []
+        for slot in slots:
+            clock, rows = self.get(slot), list[Row]()
+            clock.flush("", policy, rows)
+            out += [(slot, row.ds, row.y, row.gap) for row in rows]
+            self.put(slot, clock)
+        return _released(out)
+
+
+def _released(rows: Sequence[tuple[int, int, float, int]]) -> Released:
+    slot, ds, y, gap = zip(*rows, strict=True) if rows else ((), (), (), ())
+    whole = (np.array(column, dtype=np.int64) for column in (slot, ds, gap))
+    slots, times, gaps = whole
+    return Released(slots, times, np.array(y, dtype=np.float64), gaps)
+
+
+def turns(slots: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """An order that groups equal slots and keeps the order within; in it, each one's place within its group and the
+    size of the group. Three (n,) int64."""
+    order = np.argsort(slots, kind="stable")
+    mine = slots[order]
+    starts = np.flatnonzero(np.r_[True, mine[1:] != mine[:-1]]) if len(mine) else np.zeros(0, dtype=np.int64)
+    sizes = np.diff(np.r_[starts, len(mine)])
+    return order, np.arange(len(mine)) - np.repeat(starts, sizes), np.repeat(sizes, sizes)

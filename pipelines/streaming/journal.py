@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import pyarrow as pa
 
-from connectors.streams.base import DeadLetter, Record
-from pipelines.streaming.event_time import Row
+from connectors.streams.base import DeadLetter, Record, Records
 
 RECORDS = pa.schema(
     [
@@ -24,49 +24,82 @@ RECORDS = pa.schema(
 ROWS = pa.schema([("unique_id", pa.string()), ("ds", pa.int64()), ("y", pa.float64()), ("gap", pa.int64())])
 
 
-@dataclass(frozen=True, slots=True)
 class Arrivals:
     """One batch as it came: records in order, refused lines, and streams whose waiting events are let through now."""
 
-    records: Sequence[Record] = ()
-    dead: Sequence[DeadLetter] = ()
-    flush: Sequence[str] = field(default=())
+    __slots__ = ("dead", "flush", "records")
+
+    def __init__(self, records: Iterable[Record] = (), dead: Sequence[DeadLetter] = (), flush: Sequence[str] = ()):
+        self.records = Records.of(records)
+        self.dead = dead
+        self.flush = flush
+
+    def streams(self) -> list[str]:
+        """Name of the stream of each record, then those to flush."""
+        return [*self.records.unique_id, *self.flush]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a batch taught: rows in their order, a column each."""
+
+    unique_id: list[str]
+    ds: np.ndarray
+    """(n,) int64."""
+    y: np.ndarray
+    """(n,) float64; NaN: missing, the memory takes the step without a write."""
+    gap: np.ndarray
+    """(n,) int64: steps of the grid between the row before and this one for which nothing came."""
+
+    def __len__(self) -> int:
+        return len(self.unique_id)
 
 
 def pack_arrivals(arrivals: Arrivals) -> bytes:
     rest = json.dumps([list(arrivals.dead), list(arrivals.flush)])
-    return _pack(arrivals.records, RECORDS.with_metadata({"rest": rest}))
+    r = arrivals.records
+    partition = pa.DictionaryArray.from_arrays(pa.array(r.partition, pa.int32()), pa.array(r.partitions, pa.string()))
+    events = pa.nulls(len(r), pa.string()) if r.event_id is None else pa.array(r.event_id, pa.string())
+    arrays = [pa.array(r.unique_id, pa.string()), pa.array(r.ds), pa.array(r.y), events, partition, pa.array(r.offset)]
+    return _pack(arrays, RECORDS.with_metadata({"rest": rest}))
 
 
 def unpack_arrivals(data: bytes) -> Arrivals:
     table = _unpack(data)
     dead, flush = json.loads(table.schema.metadata[b"rest"])
-    records = [Record(*row) for row in zip(*(column.to_pylist() for column in table.columns), strict=True)]
+    name, ds, y, event, partition, offset = (column.combine_chunks() for column in table.columns)
+    events = None if event.null_count == len(event) else event.to_pylist()
+    places = partition.indices.to_numpy(zero_copy_only=False).astype(np.int32)
+    records = Records(
+        name.to_pylist(), _numbers(ds), _numbers(y), events, partition.dictionary.to_pylist(), places, _numbers(offset)
+    )
     return Arrivals(records, [DeadLetter(*letter) for letter in dead], flush)
 
 
-def pack_rows(rows: Sequence[Row], arrivals: Arrivals) -> bytes:
+def pack_rows(rows: Rows, arrivals: Arrivals) -> bytes:
     """What a batch taught. The usual case, that every record was taken at once and in order, takes no bytes."""
     records = arrivals.records
-    if len(rows) == len(records) and all(
-        row.gap == 0 and row.ds == record.ds and row.unique_id == record.unique_id for row, record in zip(rows, records, strict=True)
-    ):
+    if len(rows) == len(records) and not rows.gap.any() and (rows.ds == records.ds).all() and rows.unique_id == records.unique_id:
         return b""
-    return _pack(rows, ROWS)
+    return _pack([pa.array(rows.unique_id, pa.string()), pa.array(rows.ds), pa.array(rows.y), pa.array(rows.gap)], ROWS)
 
 
-def unpack_rows(data: bytes, arrivals: Arrivals) -> list[Row]:
+def unpack_rows(data: bytes, arrivals: Arrivals) -> Rows:
     if not data:
-        return [Row(record.unique_id, record.ds, record.y, 0) for record in arrivals.records]
-    return [Row(*row) for row in zip(*(column.to_pylist() for column in _unpack(data).columns), strict=True)]
+        r = arrivals.records
+        return Rows(r.unique_id, r.ds, r.y, np.zeros(len(r), dtype=np.int64))
+    name, ds, y, gap = (column.combine_chunks() for column in _unpack(data).columns)
+    return Rows(name.to_pylist(), _numbers(ds), _numbers(y), _numbers(gap))
 
 
-def _pack(rows: Sequence[tuple[object, ...]], schema: pa.Schema) -> bytes:
-    columns = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
-    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+def _numbers(column: pa.Array) -> np.ndarray:
+    return np.array(column)
+
+
+def _pack(arrays: list[pa.Array], schema: pa.Schema) -> bytes:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema) as writer:
-        writer.write_table(pa.Table.from_arrays(arrays, schema=schema))
+        writer.write_batch(pa.RecordBatch.from_arrays(arrays, schema=schema))
     return sink.getvalue().to_pybytes()
 
 

@@ -21,10 +21,13 @@ it is stacked, spilled and replayed like the model's own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
+
+from kernels.native import streams
+from titans_core.state import select, write_
 
 # log c moves by at most this share a judged row; small enough to be steady, large enough to follow a season.
 INTERVAL_RATE = 0.05
@@ -139,6 +142,12 @@ class Monitors:
         normal = torch.special.ndtri(torch.tensor([levels[0], levels[-1]], dtype=torch.float64))
         self._normal_width = float(normal[1] - normal[0])
         self._between = self._interpolation(horizon)
+        self._rules = (
+            *(self.coverage, self._normal_width, INTERVAL_HASTE, INTERVAL_HASTE_ROWS, DRIFT_CLIP, SCALE_CLIP, WARM_UP, SCALE_ROWS),
+            *(8 * self.steps[-1], OUTLIER_LIMIT, OUTLIER_RATE, OUTLIER_SHARE, SHORT_ROWS, LONG_ROWS, UNUSUAL, UNUSUAL_WARM_UP, HOLD_ROWS),
+            *(DRIFT_REFERENCE, DRIFT_LIMIT, AUTOCORRELATION_ROWS, DIFFERENCES_WIDER, HALF_NORMAL_MEAN, HALF_NORMAL_SD),
+        )
+        self.native = not streams.supports()
 
     def _interpolation(self, horizon: int) -> Tensor:
         """(K, horizon): log c of every step from the tracked ones, linear in log h."""
@@ -181,6 +190,19 @@ class Monitors:
             pending=torch.where(gone, torch.nan, state.pending),
             before=torch.where((gap > 0).unsqueeze(1), torch.nan, state.before),
         )
+
+    def row_(self, state: MonitorState, slots: Tensor, y: Tensor, forecast: Tensor) -> tuple[Verdict, Tensor, Tensor]:
+        """`judge`, `interval` and `expect` for one row of the streams `slots` (n,) of `state`, in place: y (n,) float64, forecast
+        (n, horizon, Q) float64. Returns the verdict, and lower and upper (n, horizon)."""
+        if self.native:
+            leaves = [getattr(state, f.name) for f in fields(MonitorState)]
+            constants = (self._rules, self._step, self._first, self._rate, self._between)
+            *verdict, low, high = streams.watch_row(leaves, *constants, slots, y, forecast.permute(2, 0, 1).double().contiguous())
+            return Verdict(*verdict), low, high
+        part, found = self.judge(select(state, slots), y)
+        low, high = self.interval(part, forecast)
+        write_(state, slots, self.expect(part, forecast))
+        return found, low, high
 
     def judge(self, state: MonitorState, y: Tensor) -> tuple[MonitorState, Verdict]:
         """Hold `y` (n,) float64 (NaN: missing) against the forecasts made for this row."""

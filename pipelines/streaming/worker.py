@@ -1,8 +1,9 @@
 """The long-running worker: source -> engine -> sinks, committed exactly once, stopped and started at will.
 
-A batch is journalled before it is worked on; under load that write rides in the commit of the batch before, so it
-costs no extra wait. After a crash the worker takes back what the sinks hold beyond the last commit, rebuilds every
-memory, and works on the journalled batch again in the same composition: the same rows come out, bit for bit.
+A batch is journalled before any of its rows goes out; under load that write rides in the commit of the batch before,
+and both run in a thread of their own, while the next batch is worked on. After a crash the worker takes back what the
+sinks hold beyond the last commit, rebuilds every memory, and works on the journalled batch again in the same
+composition: the same rows come out, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +24,10 @@ import numpy as np
 
 from connectors.checkpoints import CheckpointStore
 from connectors.streams import open_sink, open_source
-from connectors.streams.base import Sink, Source
-from pipelines import DEFAULT_TRACKING_URI
+from connectors.streams.base import Positions, Sink, Source
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
 from pipelines.streaming.dials import Dials, Step
-from pipelines.streaming.engine import Engine, StreamModel
+from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 
@@ -81,7 +83,7 @@ def run(
     target_column: str = "y",
     event_column: str = "event_id",
     model_name: str = "forecaster",
-    version: str = "challenger",
+    version: str = DEFAULT_ALIAS,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     follow: bool = False,
     grace: str = "0s",
@@ -90,10 +92,12 @@ def run(
     progress: bool = False,
     metrics_port: int | None = None,
     history: str | None = None,
+    covariates: str | None = None,
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
 
-    history: a table whose rows every memory reads before the first event, when the checkpoint is new.
+    history: a table whose rows every memory reads before the first event, when the checkpoint is new. covariates: a table with a row for
+    every stream and step, past and to come, where the model was trained with covariates; it is read again when it has changed.
 
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
     checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
@@ -105,7 +109,10 @@ def run(
 
     registered = tracking.load_model(model_name, version, tracking_uri)
     fitted = TitansForecaster.from_weights(registered.weights, registered.config)
-    model = stream_model(fitted, f"{registered.name}/{registered.version}")
+    model = stream_model(
+        fitted, f"{registered.name}/{registered.version}", covariates, id_column=id_column, time_column=time_column,
+        target_column=target_column,
+    )  # fmt: skip
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
     past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
     columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
@@ -151,18 +158,27 @@ def run(
     )
 
 
-def stream_model(fitted: TitansForecaster, version: str) -> StreamModel:
-    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own."""
+def stream_model(fitted: TitansForecaster, version: str, covariates: str | None = None, **columns: Any) -> StreamModel:
+    """A fitted forecaster as the engine takes it: its weights; every stream begins with a memory of its own.
+
+    covariates: table of those that the model was trained with; columns: names of its columns, as `CovariateTable` takes them.
+    """
     from pipelines.forecasting.calendar import phases
+    from pipelines.forecasting.covariates import CovariateTable
+    from titans_core import forecaster_row
 
     config = fitted.forecaster_.config
+    beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
+    in_place = beside is None and not forecaster_row.unsupported(fitted.forecaster_)
     return StreamModel(
         memory=fitted.forecaster_,
         version=version,
         frequency=fitted.frequency_,
         horizon=config.horizon,
         quantiles=config.quantiles,
-        phase=phases(fitted.frequency_, config.seasons),
+        phase=phases(fitted.frequency_, config.seasons, fitted.zone),
+        beside=beside,
+        row=forecaster_row.ForecasterRow(fitted.forecaster_) if in_place else None,
     )
 
 
@@ -237,47 +253,63 @@ def work(
     intake = _Intake(source, engine, batch_rows, max_events, stop, counters["received"])
     latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
     batch, batches = progress.done + 1, 0
-    arrivals, sent = (pending[0], [time.time()] * len(pending[0].records)) if pending else (None, [])
-    if arrivals is not None:
-        intake.received += len(arrivals.records) + len(arrivals.dead)
-    with _seldom_collected():
+    accepted = pending is not None
+    taken = None
+    if pending is not None:
+        taken = Taken(pending[0], np.full(len(pending[0].records), time.time()), source.positions())
+        intake.received += len(pending[0].records) + len(pending[0].dead)
+
+    def finish(job: Finishing, accepted: bool) -> np.ndarray:
+        """The part of a batch that waits for disks: in a thread of its own, while the next batch is worked on.
+        Returns how long each event waited, in milliseconds."""
+        if not accepted:
+            store.accept(job.batch, pack_arrivals(job.taken.arrivals), job.taken.positions)
+        output.write(job.outcome.forecasts)
+        alarms.write(job.outcome.alarms)
+        dead_letters.write(job.outcome.dead)
+        receipts = {name: sink.flush() for name, sink in sinks.items()}
+        waited: np.ndarray = 1e3 * (time.time() - job.taken.sent)
+        following = job.following
+        store.commit(
+            job.batch,
+            learnt=pack_rows(job.outcome.learnt, job.taken.arrivals),
+            receipts=receipts,
+            counters=job.counters,
+            snapshots=job.snapshots,
+            keep_from=job.keep_from,
+            following=None if following is None else (pack_arrivals(following.arrivals), following.positions),
+        )
+        return waited
+
+    def tell(job: Finishing, waited: np.ndarray) -> None:
+        latencies.extend(waited.tolist())
+        engine.slots.committed(job.snapshots)
+        source.commit(job.taken.positions)
+        if report is not None:
+            report(Step(job.counters, len(engine.slots), waited, job.outcome.mean_surprise, source.lag(), store.bytes_written))
+
+    with _seldom_collected(), ThreadPoolExecutor(1, "finish") as thread:
+        running: tuple[Finishing, Future[np.ndarray]] | None = None
         while True:
-            if arrivals is None:
-                arrivals = intake.take(batch, POLL_SECONDS)
-                if arrivals is None:
+            if taken is None:
+                taken = intake.take(batch, POLL_SECONDS)
+                if taken is None:
                     if intake.finished:
                         break
                     continue
-                sent = intake.sent
-                store.accept(batch, pack_arrivals(arrivals), source.positions())
-            outcome = engine.step(arrivals, batch)
-            output.write(outcome.forecasts)
-            alarms.write(outcome.alarms)
-            dead_letters.write(outcome.dead)
-            receipts = {name: sink.flush() for name, sink in sinks.items()}
-            now = time.time()
-            waited = [1e3 * (now - then) for then in sent]
-            latencies.extend(waited)
+                accepted = False
+            outcome = engine.step(taken.arrivals, batch)
             counters.update(outcome.counters)
+            if running is not None:
+                tell(running[0], running[1].result())
             following = intake.take(batch + 1, 0.0)
-            sent = intake.sent
-            snapshots = engine.slots.snapshots(batch, share=snapshot_share)
-            store.commit(
-                batch,
-                learnt=pack_rows(outcome.learnt, arrivals),
-                receipts=receipts,
-                counters=counters,
-                snapshots=snapshots,
-                keep_from=engine.slots.keep_from(batch, snapshots),
-                following=None if following is None else (pack_arrivals(following), source.positions()),
-            )
-            engine.slots.committed(snapshots)
-            source.commit(source.positions())
-            if report is not None:
-                surprise, written = outcome.mean_surprise, store.bytes_written
-                report(Step(counters, len(engine.slots), waited, surprise, source.lag(), written))
-            arrivals, batch, batches = following, batch + 1, batches + 1
-    final = engine.slots.snapshots(batch - 1, share=1)
+            job = Finishing(batch, taken, outcome, Counter(counters), *engine.slots.snapshots(batch, share=snapshot_share), following)
+            running = job, thread.submit(finish, job, accepted)
+            if following is None:
+                tell(job, running[1].result())
+                running = None
+            taken, accepted, batch, batches = following, True, batch + 1, batches + 1
+    final, _ = engine.slots.snapshots(batch - 1, share=1)
     store.settle(final)
     engine.slots.committed(final)
     seconds = time.monotonic() - begun
@@ -300,6 +332,32 @@ def work(
     )
 
 
+@dataclass(frozen=True)
+class Taken:
+    """A batch from the source."""
+
+    arrivals: Arrivals
+    sent: np.ndarray
+    """When each record was handed to the broker, or was taken from the source; seconds since 1970."""
+    positions: Positions
+    """Of the source after it."""
+
+
+@dataclass(frozen=True)
+class Finishing:
+    """A batch that was worked on and is to be written and committed."""
+
+    batch: int
+    taken: Taken
+    outcome: Outcome
+    counters: Counter[str]
+    """Of the stream up to and with this batch."""
+    snapshots: dict[str, tuple[int, bytes]]
+    keep_from: int
+    following: Taken | None
+    """The next batch, which this one's commit accepts."""
+
+
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     before = gc.get_threshold()
@@ -318,13 +376,11 @@ class _Intake:
         self._batch_rows = batch_rows
         self._last = None if max_events is None else received + max_events
         self.received = received
-        self.sent: list[float] = []
-        """When each record of the last batch was handed to the broker, or was taken from the source."""
         self.finished = False
         self.reason = "end of the source"
 
-    def take(self, batch: int, timeout: float) -> Arrivals | None:
-        """The arrivals of `batch`, or None: nothing yet, or (`finished`) nothing any more."""
+    def take(self, batch: int, timeout: float) -> Taken | None:
+        """What arrived for `batch`, or None: nothing yet, or (`finished`) nothing any more."""
         if self._stop or (self._last is not None and self.received >= self._last):
             self.finished = True
             self.reason = "signal" if self._stop else "max_events"
@@ -334,10 +390,10 @@ class _Intake:
         if self._last is not None:
             room = min(room, self._last - self.received)
         polled = self._source.poll(room, timeout)
-        self.sent = polled.sent or [time.time()] * len(polled.records)
         if len(polled):
             self.received += len(polled)
-            return Arrivals(polled.records, polled.dead)
+            sent = np.array(polled.sent) if polled.sent else np.full(len(polled.records), time.time())
+            return Taken(Arrivals(polled.records, polled.dead), sent, self._source.positions())
         if not self._source.ended:
             return None
         if self._engine.policy.grace:
@@ -345,6 +401,6 @@ class _Intake:
             for at in range(0, len(names), self._batch_rows):
                 waiting = self._engine.waiting(names[at : at + self._batch_rows], batch)
                 if waiting:
-                    return Arrivals(flush=waiting)
+                    return Taken(Arrivals(flush=waiting), np.empty(0), self._source.positions())
         self.finished = True
         return None

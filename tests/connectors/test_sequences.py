@@ -18,6 +18,7 @@ from connectors.sequences import (
     CODES,
     Genome,
     SequenceError,
+    _others,
     features,
     intervals,
     parse_region,
@@ -452,6 +453,13 @@ def test_memory_stays_flat_over_a_long_file(tmp_path):
     reads, growth = map(int, done.stdout.split())
     assert reads == 145_000
     assert growth < 4096  # kB, over 31 MB of file
+
+
+def test_letters_beside_acgt_are_found_one_by_one():
+    for code in range(128):
+        letters = b"ACGT" * 20 + bytes((code,)) * 3 + b"CANT"
+        assert _others(letters) == letters.translate(None, b"ACGT"), chr(code)
+    assert (_others(b""), _others(b"ACGT")) == (b"", b"")
 
 
 def test_every_code_has_a_complement():

@@ -5,6 +5,7 @@ import os
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -209,7 +210,7 @@ def test_mistakes_are_one_clear_line(tmp_path: Path) -> None:
         (lambda: open_source(str(tmp_path)), "cannot tell the form|is a folder"),
         (lambda: open_source(str(tmp_path / "e.csv")), r"no column .* it has \['a', 'b'\]"),
         (lambda: open_source(str(tmp_path / "empty.csv")), "is empty"),
-        (lambda: open_source("ftp://x/y"), "cannot read a stream"),
+        (lambda: open_source("ftp://x/y"), "no stream has an address"),
         (lambda: open_source("kafka://nohost"), "is not kafka://"),
         (lambda: open_sink(str(tmp_path / "x.txt")), "use .csv"),
         (lambda: open_sink(str(tmp_path / "no" / "x.csv")), "does not exist"),
@@ -219,3 +220,20 @@ def test_mistakes_are_one_clear_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+def test_many_lines_at_once_are_read_as_each_alone() -> None:
+    plain = [b'{"unique_id": "a", "ds": %d, "y": %d}' % (1_704_067_200 + n, n) for n in range(5)]
+    stamped = [b'{"unique_id": "b", "ds": "2024-01-01T00:00:0%d", "y": null, "event_id": %d}' % (n, n) for n in range(3)]
+    odd = [b"", b"{}", b"[1]", b'{"unique_id": true, "ds": 1, "y": 2}', b'{"unique_id": "", "ds": 1, "y": 2}', b'{"unique_id": 7, "ds": 1, "y": "2"}']
+    odd += [b'{"unique_id": "a", "ds": 1e300, "y": 2}', b'{"unique_id": "a", "ds": 1, "y": 1e31}', b'{"unique_id": "a", "ds": true, "y": 2}']
+    odd += [b'{"unique_id": "a", "ds": 1, "y": NaN}', b'{"unique_id": "a", "ds": 1}', b"x" * (MAX_RECORD_BYTES + 1)]
+    for count_steps in (False, True):
+        decoder = Decoder("json", count_steps=count_steps)
+        for lines in (plain, plain + stamped, *([*plain, line] for line in odd), []):
+            places, offsets = np.arange(len(lines), dtype=np.int32) % 2, np.arange(len(lines)) + 10
+            records, dead, good = decoder.decode_all(lines, ["p", "q"], places, offsets)
+            alone = [decoder.decode(line, "pq"[n % 2], n + 10) for n, line in enumerate(lines)]
+            assert repr(list(records)) == repr([r for r in alone if isinstance(r, Record)])  # repr: NaN equals NaN
+            assert dead == [r for r in alone if not isinstance(r, Record)]
+            assert good.tolist() == [isinstance(r, Record) for r in alone]

@@ -20,6 +20,20 @@ def test_what_is_written_is_read_again(tmp_path: Path, name: str) -> None:
     assert [p.name for p in tmp_path.iterdir()] == [name], "no temporary file stays"
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_many_frames_are_one_table(tmp_path: Path, name: str) -> None:
+    tables.write((FRAME[i : i + 1] for i in range(3)), tmp_path / name)
+    assert tables.read(tmp_path / name).equals(FRAME)
+
+    def torn():
+        yield FRAME
+        raise RuntimeError("torn")
+
+    with pytest.raises(RuntimeError):
+        tables.write(torn(), tmp_path / name)
+    assert tables.read(tmp_path / name).equals(FRAME) and [p.name for p in tmp_path.iterdir()] == [name]
+
+
 def test_gzip_is_really_gzip(tmp_path: Path) -> None:
     tables.write(FRAME, tmp_path / "t.csv.gz")
     assert gzip.decompress((tmp_path / "t.csv.gz").read_bytes()).startswith(b"unique_id,ds,y\n")
@@ -81,3 +95,10 @@ def test_unknown_forms_are_refused(tmp_path: Path) -> None:
         tables.read("postgresql://127.0.0.1:1/db#t")
     with pytest.raises(UserError, match="name the table"):
         tables.read("postgresql://127.0.0.1:1/db")
+
+
+def test_a_folder_with_a_file_that_is_no_parquet_names_the_file(tmp_path: Path) -> None:
+    pl.DataFrame({"y": [1.0]}).write_parquet(tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_text("unique_id,ds,y\n")
+    with pytest.raises(UserError, match=r"b\.parquet' is no Parquet file"):
+        tables.read(tmp_path)

@@ -51,7 +51,7 @@ def run(source: str, folder: Path, pause: float = 0.0) -> str:
         return work(
             toy_model(),
             EventTime(Frequency.parse("1m"), grace=parse_duration("2m")),
-            open_source(source),
+            open_source(source, follow=source.startswith("mqtt://")),
             CheckpointStore(folder / "c.db"),
             open_sink(str(folder / "out.csv")),
             open_sink(str(folder / "alarms.ndjson")),

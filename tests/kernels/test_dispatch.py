@@ -6,7 +6,7 @@ import pytest
 import torch
 from memory_cases import build
 
-from kernels import dispatch, linear, mlp, native
+from kernels import dispatch, linear, mlp, muon, native, omega
 
 
 def case(matrix: bool):  # type: ignore[no-untyped-def]
@@ -80,3 +80,43 @@ def test_the_parts_around_a_memory(monkeypatch: pytest.MonkeyPatch, taps: int) -
     wanted = [*dispatch.conv_heads(u, tail, weight, 2, 1.5), dispatch.gated_norm(y, g, scale)]
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_omega_and_atlas_are_chosen_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TETHYS_KERNELS", raising=False)
+    c = build(seed=1, B=2, H=2, T=7, d=4, chunk=4, cuts=[], form="", lags=3, matrix=True)
+    d = build(seed=1, B=2, H=2, T=7, d=4, chunk=4, cuts=[], form="two layers, norm, residual", lags=3, matrix=False)
+    stale, fresh = c.stale_state(), muon.atlas_state(d.init, 2, 3)
+    window = omega.OmegaState(stale.W, stale.S, stale.keys, stale.values)
+    options = {"init": d.init, "affine": d.affine, "chunk": 4, "every": 2, "gamma": d.gamma}
+    assert torch.equal(dispatch.omega_exact(*c.tokens, c.gamma, window)[0], omega.omega_exact(*c.tokens, c.gamma, window)[0])
+    assert torch.equal(dispatch.atlas(*d.tokens, fresh, **options)[0], muon.atlas(*d.tokens, fresh, **options)[0])
+    for forced, reason in (("native", "no native form"), ("triton", "Triton")):
+        monkeypatch.setenv("TETHYS_KERNELS", forced)
+        with pytest.raises(ValueError, match=f"omega_exact: TETHYS_KERNELS={forced}, but the exact Omega rule has no"):
+            dispatch.omega_exact(*c.tokens, c.gamma, window)
+        with pytest.raises(ValueError, match=f"atlas: TETHYS_KERNELS={forced}, but .*({reason}|triton)"):  # float64 too
+            dispatch.atlas(*d.tokens, fresh, **options)
+
+
+def test_every_rule_says_what_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TETHYS_KERNELS", "torch")
+    assert {dispatch.available()[rule].split(",")[0] for rule in dispatch.FORMS} == {"torch on the cpu"}
+    monkeypatch.delenv("TETHYS_KERNELS")
+    facts = dispatch.available()
+    assert facts["omega_exact"].startswith("torch on the cpu")
+    assert facts["linear_exact"].startswith(f"{facts['cpu']} on the cpu")
+
+
+def test_channelwise_forgetting_gets_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TETHYS_KERNELS", raising=False)
+    c = case(matrix=True)
+    tokens, alpha = [to32(x) for x in c.tokens[:5]], torch.sigmoid(to32(c.v))
+    got, _ = dispatch.linear_exact(*tokens, alpha, to32(c.matrix_state()))
+    assert torch.equal(got, linear.linear_exact(*tokens, alpha, to32(c.matrix_state()))[0])
+    monkeypatch.setenv("TETHYS_KERNELS", "native")
+    with pytest.raises(ValueError, match="channel-wise forgetting is not native|is not built"):
+        dispatch.linear_exact(*tokens, alpha, to32(c.matrix_state()))
+    monkeypatch.setenv("TETHYS_KERNELS", "triton")
+    with pytest.raises(ValueError, match="channel-wise forgetting"):
+        dispatch.linear_stale(*tokens, alpha, to32(c.stale_state()))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -154,6 +156,27 @@ def test_channelwise_forgetting_is_one_gate_an_output_row(case: Case) -> None:
     close(state.W, end.W[0])
     same = case.alpha.unsqueeze(-1).expand(alpha.shape)
     close(linear_exact(*case.tokens[:5], same, case.matrix_state())[0], linear_exact(*case.tokens, case.matrix_state())[0])
+
+
+@given(cases(matrix=True), st.sampled_from(["after", "before", "anchor"]), st.sampled_from(["l2", "dot"]))
+def test_channelwise_forgetting_at_the_chunks_start_in_any_split(case: Case, read: str, loss: str) -> None:
+    alpha = torch.sigmoid(case.v) * 0.5
+    network = replace(MATRIX, loss=loss)
+    options = {"read": read, "gamma": case.gamma}
+    want, end = titans(
+        *case.tokens[:5], alpha.unsqueeze(3), oracle_state(case.W, case.S), network=network, anchor_every=case.chunk, **options
+    )  # fmt: skip
+    state, pieces = case.stale_state(), []
+    for part in case.parts():
+        tokens = [x[:, :, part] for x in (*case.tokens[:5], alpha)]
+        gamma = None if case.gamma is None else case.gamma[:, :, part]
+        y, state = linear_stale(*tokens, state, chunk=case.chunk, read=read, gamma=gamma, loss=loss)
+        pieces.append(y)
+    close(torch.cat(pieces, 2), want)
+    close(state.W, end.W[0])
+    close(state.S, end.S[0])
+    close(state.keys, linear_stale(*case.tokens, case.stale_state(), chunk=case.chunk, gamma=case.gamma)[1].keys)
+    close(state.values, linear_stale(*case.tokens, case.stale_state(), chunk=case.chunk, gamma=case.gamma)[1].values)
 
 
 def test_omega_window_of_one_with_gate_one_is_titans() -> None:  # T8

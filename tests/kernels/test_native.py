@@ -8,6 +8,7 @@ out; a scratch row not padded with zeros (shapes 5, 7, 9 are there for that).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -123,6 +124,24 @@ def test_matrix_step_in_place_is_the_step(width: int) -> None:
     assert torch.equal(y, want) and torch.equal(state.W, end.W) and torch.equal(state.S, end.S)
 
 
+@needs_library
+@pytest.mark.parametrize("M,N,K", [(1, 1, 1), (8, 32, 16), (13, 20, 7), (300, 24, 33), (19, 130, 600)])
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+@pytest.mark.parametrize("half", [False, True])
+def test_products_of_any_size(M: int, N: int, K: int, ta: bool, tb: bool, half: bool, width: int) -> None:
+    torch.manual_seed(0)
+    a, b, c = torch.randn(M, K), torch.randn(K, N), torch.randn(M, N)
+    room = torch.full((M, N + 3), torch.nan)  # c is a part of it: what lies behind its rows stays as it was
+    room[:, :N] = c
+    given = [x.mT.contiguous() if flip else x for x, flip in ((a, ta), (b, tb))]
+    for add in (False, True):
+        torch.ops.tethys_native.matmul(given[0], ta, given[1], tb, room[:, :N], add, half)
+        rounded = [x.bfloat16().double() if half else x.double() for x in (a, b)]
+        assert error(room[:, :N], rounded[0] @ rounded[1] * (2 if add else 1)) < 1e-6
+        assert room[:, N:].isnan().all()
+
+
 class DeepCase(NamedTuple):
     B: int
     H: int
@@ -209,6 +228,32 @@ def test_deep_memory_and_its_gradients(c: DeepCase, width: int) -> None:
     assert torch.equal(got_phase, want_phase)
     assert max(map(error, got, want)) < 5e-6
     assert max(map(error, got_grads, want_grads)) < 1e-5
+
+
+@needs_library
+@pytest.mark.parametrize("c", [LINEAR[1], LINEAR[2], DEEP[0], DEEP[3], DEEP[7], DEEP[11]], ids=str)
+def test_products_in_bfloat16_stay_near(c: LinearCase | DeepCase, width: int) -> None:
+    """Operands have 8 bits: relative errors of a few 1e-3, twice that through the second derivatives; float32 is 1e-6."""
+    forms = (linear.linear_exact, native.linear_exact) if isinstance(c, LinearCase) else (mlp.deep, native.deep)
+    results = []
+    for form, dtype in zip((*forms, partial(forms[1], precision="bfloat16")), (torch.float64, torch.float32, torch.float32), strict=False):
+        if isinstance(c, LinearCase):
+            x, write = linear_problem(c)
+            leaves = [t.to(dtype).clone().requires_grad_() for t in x]
+            y, state = linear_run(form, c, leaves, write)
+            outputs = [y, *state]
+        else:
+            x, phase, write = deep_problem(c)
+            leaves = [t.to(dtype).clone().requires_grad_() for t in x]
+            y, end = deep_run(form, c, leaves, phase, write)
+            outputs = [y, *end.W, *end.S]
+        torch.manual_seed(1)
+        seeds = [torch.randn(o.shape).to(dtype) for o in outputs]
+        results.append((outputs, torch.autograd.grad(outputs, leaves, seeds, materialize_grads=True)))
+    (want, want_grads), (single, _), (got, got_grads) = results
+    assert 1e-4 < max(map(error, got, want)) < 1e-2  # rounded, and no more than that
+    assert max(map(error, single, want)) < 5e-6
+    assert max(map(error, got_grads, want_grads)) < 3e-2
 
 
 @needs_library
@@ -309,9 +354,8 @@ def test_a_whole_layer_in_one_call(matrix: bool, dim: int, heads: int, chunk: in
         y, end = mlp.deep(q, k, v, theta, eta, alpha, memory, init=init, chunk=chunk, read=read)
         expected = [*end.W, *end.S, *end.anchor, end.phase]
     want = around(u, tail, conv, y, x @ gate.mT, norm, 1.5)[3] @ out.mT
-    layer = native.Layer(
-        qkv, gate, gates, bias, conv, norm, out, scale=1.5, divisor=divisor, chunk=chunk, init=None if matrix else init, read=read
-    )
+    form = native.Form(heads=heads, scale=1.5, divisor=divisor, chunk=chunk, read=read)
+    layer = native.Layer((qkv, gate, gates, bias, conv, norm, out), None if matrix else init, form)
     for cuts in ([0, T], [0, 1, 2, 30, 31, T], range(T + 1)):
         tail, memory = fresh()
         with torch.inference_mode():

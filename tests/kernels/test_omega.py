@@ -46,6 +46,19 @@ def test_exact_omega_is_the_recurrence_for_every_chunk_and_split(case: Case, rea
     close(state.W, end.W[0])
 
 
+@given(cases(matrix=True, max_T=10))
+def test_channelwise_forgetting_is_one_gate_an_output_row(case: Case) -> None:
+    alpha, gamma = torch.sigmoid(case.v) * 0.5, lags_of(case)
+    want, end = titans(*case.tokens[:5], alpha.unsqueeze(3), oracle_state(case.W, case.S), network=MATRIX, gamma=gamma)
+    state, pieces = start_of(case), []
+    for part in case.parts():
+        y, state = omega_exact(*(x[:, :, part] for x in (*case.tokens[:5], alpha, gamma)), state, chunk=case.chunk)
+        pieces.append(y)
+    close(torch.cat(pieces, 2), want)
+    close(state.W, end.W[0])
+    close(state.S, end.S[0])
+
+
 @given(cases(matrix=True, max_T=10), st.integers(0, 2**16))
 def test_unwritten_tokens_stay_out_of_memory_and_window(case: Case, seed: int) -> None:
     write = torch.rand(case.q.shape[0], case.T, generator=torch.Generator().manual_seed(seed)) < 0.6

@@ -9,8 +9,8 @@ import pytest
 
 from connectors.errors import UserError
 from connectors.streams import open_source
-from connectors.streams.base import Record, parse_time
-from pipelines.streaming.event_time import Clock, EventTime, Frequency, Row, parse_duration
+from connectors.streams.base import Record, Records, parse_time
+from pipelines.streaming.event_time import VERDICTS, Clock, Clocks, EventTime, Frequency, Row, parse_duration
 
 MINUTE = 60_000_000
 SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
@@ -110,3 +110,33 @@ def test_case_late_stream() -> None:
     place = minutes(rows)
     assert 20 in place and 30 not in place and 60 in place
     assert rows[place.index(39)].y == 11.066 and math.isnan(rows[-1].y)
+
+
+@pytest.mark.parametrize("grace", [0, 2 * MINUTE])
+def test_many_clocks_say_what_each_alone_says(grace: int) -> None:
+    """Random events of all kinds, in batches of all sizes, some streams with event ids."""
+    random = np.random.default_rng(0)
+    policy = EventTime(Frequency.parse("1m"), grace=grace, remember=4, confirm=3)
+    many, alone = Clocks(8, 4), [Clock() for _ in range(8)]
+    now = [0] * 8
+    for _ in range(300):
+        records, slots = [], []
+        for _ in range(int(random.integers(1, 20))):
+            slot, kind = int(random.integers(8)), random.random()
+            now[slot] += 1 + int(random.random() < 0.1)
+            minute = now[slot] - (int(random.integers(1, 6)) if kind < 0.1 else 0) + (5000 if kind > 0.99 else 0) + (0.5 if 0.5 < kind < 0.52 else 0)
+            y = math.nan if 0.2 < kind < 0.25 else float(random.integers(3))
+            name = f"e{int(random.integers(50))}" if slot < 2 and kind < 0.5 else None
+            records.append(Record(str(slot), START + round(minute * MINUTE), y, name, "p", 0))
+            slots.append(slot)
+        verdicts, released = many.feed(np.array(slots), Records.of(records), policy)
+        rows: list[Row] = []
+        expected = [alone[slot].feed(record, policy, rows) for slot, record in zip(slots, records, strict=True)]
+        assert [VERDICTS[code] for code in verdicts] == expected
+        found = [Row(str(s), int(t), float(y), int(g)) for s, t, y, g in zip(*released, strict=True)]
+        assert repr(found) == repr(rows)  # repr: NaN equals NaN
+        for slot, clock in enumerate(alone):
+            assert repr(many.get(slot).dump()) == repr(clock.dump())
+        back = int(random.integers(8))  # as after a spill
+        many.put(back, Clock.load(json.loads(json.dumps(many.get(back).dump()))))
+    assert len(many.special) < 8 or grace

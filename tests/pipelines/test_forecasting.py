@@ -10,6 +10,7 @@ import pytest
 from sklearn.base import clone
 
 from connectors.errors import UserError
+from pipelines import tracking
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import job
 from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, SeasonalNaive, profile
@@ -146,13 +147,18 @@ def test_slots_follow_the_calendar() -> None:
 def test_metrics_by_hand(frame: pl.DataFrame) -> None:
     table = panel(frame)
     origins = rolling.rolling_origins(table, HORIZON, 2, LOOK_BACK)
-    real = rolling.truth(table, origins, HORIZON, 24, 600)
-    assert rolling.accuracy(real.y, real)["mase"] == 0
-    off = rolling.accuracy(real.y + 2.0, real)
-    assert off["mae"] == pytest.approx(2.0) and off["mse"] == pytest.approx(4.0)
+    real = rolling.truth(table.aligned()[1], origins, HORIZON, 24, 600)
+    scores = rolling.Scores(("tethys", "off"), (0.1, 0.5, 0.9), 2, HORIZON)
     quantile = np.stack([real.y - 1, real.y, real.y + 1], axis=-1)
-    scores = rolling.calibration(quantile, (0.1, 0.5, 0.9), real)
-    assert scores["coverage80"] == 1.0
+    scores.add(table.ids, {"tethys": real.y, "off": real.y + 2.0}, quantile, real)
+    exact, off = scores.leaderboard()
+    assert exact["model"] == "tethys" and exact["mase"] == exact["mse"] == 0 and exact["coverage80"] == 1.0
+    # Pinball: (0.1 + 0 + 0.1) / 3 levels, twice, over the mean |y|.
+    assert exact["wql"] == pytest.approx(2 * 0.2 / 3 / np.abs(real.y).mean())
+    assert off["mae"] == pytest.approx(2.0) and off["mse"] == pytest.approx(4.0)
+    assert off["mase"] == pytest.approx(np.mean(2.0 / real.scale)) and "wql" not in off
+    np.testing.assert_allclose(scores.error_by_step()[1], np.mean(2.0 / real.scale))
+    assert scores.coverage_by_step().tolist() == [[1.0] * HORIZON] and scores.reliability().tolist() == [0.0, 1.0, 1.0]
     with pytest.raises(UserError, match="at most"):
         rolling.rolling_origins(table, HORIZON, 10_000, LOOK_BACK)
 
@@ -176,6 +182,12 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
         assert Path(path).stat().st_size > 0
     again = job.backtest(str(data), model_name="load", tracking_uri=store, output=tmp_path / "bt", origins=3)
     assert again.origins == 3
+    store_runs = tracking.open_store(store).client.search_runs([tracking.open_store(store).experiment_id])
+    logged = next(run for run in store_runs if run.info.run_name == "backtest load/1")
+    assert logged.data.metrics["tethys.mase"] == pytest.approx(next(r["mase"] for r in again.leaderboard if r["model"] == "tethys"))
+    kept = {f.path for f in tracking.open_store(store).client.list_artifacts(logged.info.run_id)}
+    assert kept == {"report.html", "leaderboard.json", "series.parquet"}
+    assert logged.info.run_id in Path(again.report).read_text()
     written = job.forecast(
         str(data), model_name="load", tracking_uri=store, output=str(tmp_path / "f.parquet"), horizon=5
     )

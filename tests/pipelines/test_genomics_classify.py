@@ -17,7 +17,7 @@ from connectors.errors import UserError
 from connectors.sequences import reverse_complement
 from pipelines.genomics import job as jobs
 from pipelines.genomics.baselines import KmerRegression, word_counts
-from pipelines.genomics.datasets import Labelled
+from pipelines.genomics.datasets import Labelled, read_splits
 from pipelines.genomics.estimator import TitansSequenceClassifier
 from pipelines.genomics.metrics import ece, scores
 from pipelines.genomics.report import train_and_report
@@ -75,6 +75,27 @@ def test_leaky_splits_are_refused_with_numbers_until_accepted():
     train = planted(200, 1)
     with pytest.raises(UserError, match=r"rows that are in train: 200 of 200 rows"):
         train_and_report(train, planted(50, 2), train)
+
+
+def test_a_folder_in_genomic_benchmarks_layout_is_trained_with_its_shortcut_beside_the_model(tmp_path):
+    """A miniature of human_ensembl_regulatory, whose lengths give the class away: cut to one length they no longer do."""
+    choose = random.Random(5)
+    for split, count in (("train", 240), ("test", 80)):
+        for i in range(count):
+            kind = ("enhancer", "promoter")[i % 2]
+            folder = tmp_path / split / kind
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{i // 2}.txt").write_text("".join(choose.choices("ACGT", k=30 if kind == "enhancer" else choose.randrange(50, 60))))
+    parts = [rows for _, rows in read_splits(tmp_path, None, None).values()]
+    assert [len(part) for part in parts] == [216, 24, 80] and set(parts[0].labels) == {"enhancer", "promoter"}
+    with pytest.raises(UserError, match=r"length alone: accuracy 100.0 % \(majority 50.0 %\)"):
+        train_and_report(*parts)
+    shape = {"motifs": 8, "dim": 8, "heads": 2, "motif_width": 5, "kmer": 3, "settings": Settings(row_passes=1500, batch=32), "draws": 20}
+    seeing, cut = (train_and_report(*parts, accept_leaks=True, length=length, **shape) for length in (None, 30))
+    assert seeing.scores["tethys"]["all"]["accuracy"].value > 0.9  # it reads how much of a row is padding
+    assert cut.scores["tethys"]["all"]["accuracy"].value < 0.7
+    assert "without reading a base, length alone scores accuracy 1.000 (majority 50.0 %)" in cut.text()
+    assert "length alone scores accuracy 1.000" in cut.card("regulatory", {"train": 216, "dev": 24, "test": 80})
 
 
 def test_metrics_by_hand():

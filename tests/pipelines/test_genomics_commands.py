@@ -47,7 +47,8 @@ def test_audit_prints_findings_and_refuses_with_status_3(tables):
 
 def test_train_writes_weights_with_scores_and_classes(tables):
     output = tables / "m.safetensors"
-    done = runner.invoke(app, ["train", *splits(tables), "--output", str(output), "--row-passes", "400", "--json"])
+    store = f"sqlite:///{tables}/t.db"
+    done = runner.invoke(app, ["train", *splits(tables), "--output", str(output), "--row-passes", "400", "--tracking-uri", store, "--json"])
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert report["classes"] == ["n", "y"]

@@ -6,9 +6,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from connectors.errors import UserError
 from connectors.sequences import Genome, reverse_complement
 from pipelines.genomics.commands import app
-from pipelines.genomics.variants import logits, mutagenesis, score_variants
+from pipelines.genomics.training import fit_length
+from pipelines.genomics.variants import logits, mutagenesis, saliency, score_variants
 from titans_core.classifier import ClassifierConfig, SequenceClassifier, save
 from titans_core.tokenizers import encode_bases
 
@@ -75,8 +77,48 @@ def test_mutagenesis_equals_scoring_each_change(tmp_path, model):
     column = ("ACGT".index(REFERENCE[20]) + 1) % 4
     assert effects[10, column] == pytest.approx(frame["effect_b"][0], abs=1e-6)
     assert all(effects[i, "ACGT".index(base)] == 0 for i, base in enumerate(sequence))
-    with pytest.raises(ValueError, match="none of the classes"):
+    np.testing.assert_allclose(mutagenesis(model, sequence, "b", batch=7), effects, atol=1e-6)
+    with pytest.raises(UserError, match="none of the classes"):
         mutagenesis(model, sequence, "c")
+    with pytest.raises(UserError, match="21 bases are more than the 20"):
+        mutagenesis(model, REFERENCE[:21], "b")
+
+
+@pytest.mark.parametrize("strands", ["forward", "both", "equivariant"])
+def test_saliency_is_the_slope_of_the_network(strands):
+    torch.manual_seed(4)
+    model = SequenceClassifier(ClassifierConfig(classes=("a", "b"), length=20, motifs=8, dim=8, heads=2, kmer=0, strands=strands)).eval()
+    sequence = REFERENCE[:12] + "N" + REFERENCE[13:18]
+    found = saliency(model, sequence, "b")
+    assert found.shape == (18, 4) and np.abs(found.mean(1)).max() < 1e-9
+    rows = model.rows[torch.from_numpy(fit_length([sequence], 20).codes).long()]
+    for at, base in ((3, 0), (12, 2), (17, 1)):
+        step = torch.zeros_like(rows)
+        step[0, at] = -0.25 * 0.02
+        step[0, at, base] += 0.02  # along the plane on which one-hot rows lie
+
+        def centred(rows):
+            both = model.network_of(rows) + (model.network_of(rows.flip(1, 2)) if strands == "forward" else 0)
+            return float((both[0, 1] - both[0].mean()) / (2 if strands == "forward" else 1))
+
+        with torch.no_grad():
+            slope = (centred(rows + step) - centred(rows - step)) / 0.04
+        assert found[at, base] == pytest.approx(slope, abs=2e-3, rel=0.05)
+
+
+def test_explain_writes_a_row_a_base_and_a_plot_a_record(tmp_path, model):
+    save(model, tmp_path / "m.safetensors")
+    (tmp_path / "s.fa").write_text(f">../a/b φ\n{REFERENCE[:20]}\n>empty\n>n\n{REFERENCE[20:32]}nn\n>late\nACGT\n")
+    arguments = ["explain", str(tmp_path / "m.safetensors"), str(tmp_path / "s.fa"), "--label", "b", "--output", str(tmp_path / "o")]
+    done = CliRunner().invoke(app, [*arguments, "--records", "2"])
+    assert done.exit_code == 0, done.output
+    table = pl.read_csv(tmp_path / "o/bases.tsv", separator="\t")
+    assert table["id"].unique(maintain_order=True).to_list() == ["../a/b", "n"] and len(table) == 34
+    assert "".join(table.filter(record=1)["base"]) == REFERENCE[20:32] + "NN"
+    effects = table.filter(record=0).select("effect_A", "effect_C", "effect_G", "effect_T").to_numpy()
+    np.testing.assert_allclose(effects, mutagenesis(model, REFERENCE[:20], "b"), atol=1e-6)
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["0000.png", "0001.png", "bases.tsv"]
+    assert (tmp_path / "o/0000.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_command_writes_every_allele(tmp_path, model):

@@ -6,8 +6,10 @@ import polars as pl
 import pytest
 import torch
 
+from kernels.native import streams
 from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL_BIT, Monitors, tracked_steps
 from tests.pipelines.toy_memory import ToyMemory
+from titans_core.state import select, write_
 
 SHARED = next((p / "shared" for p in Path(__file__).parents if (p / "shared/cases").is_dir()), Path("shared"))
 
@@ -141,3 +143,32 @@ def test_case_drift() -> None:
     assert any(801 <= t <= 900 for t in scale)
     assert 250 in outliers and len(outliers) <= 5
     assert float(states[250].scale[0, 0] / states[249].scale[0, 0]) < 1.1
+
+
+@pytest.mark.skipif(bool(streams.supports()), reason=f"native kernels: {streams.supports()}")
+@torch.inference_mode()
+def test_a_row_in_place_is_judge_interval_and_expect() -> None:
+    """Thirty streams of all kinds: noise, a level that moves, growing noise, missing values, outliers, forecasts that are NaN."""
+    torch.manual_seed(0)
+    watch, horizon, n = Monitors((0.1, 0.5, 0.9), 6), 6, 30
+    native, pure = watch.initial(n), watch.initial(n)
+    assert watch.native
+    alarms = 0
+    for turn in range(400):
+        slots = torch.randperm(n)[: n if turn % 3 else n // 2]
+        y = torch.randn(len(slots), dtype=torch.float64) * (1 + 4 * (slots % 3 == 1) * (turn > 200)) + 3.0 * (slots % 3 == 2) * (turn > 250)
+        y[torch.rand(len(slots)) < 0.05] = torch.nan
+        y[torch.rand(len(slots)) < 0.01] *= 100
+        middle = 0.1 * torch.randn(len(slots), horizon, dtype=torch.float64)
+        forecast = torch.stack([middle - 1.2, middle, middle + 1.3], -1)
+        forecast[torch.rand(len(slots)) < 0.02] = torch.nan
+        verdict, low, high = watch.row_(native, slots, y, forecast)
+        part, expected = watch.judge(select(pure, slots), y)
+        wanted = (*vars(expected).values(), *watch.interval(part, forecast))
+        write_(pure, slots, watch.expect(part, forecast))
+        for name, a, b in zip([*vars(expected), "low", "high"], (*vars(verdict).values(), low, high), wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text, at=(turn, name): f"{at}: {text}")
+        alarms += int((verdict.alarm > 0).sum())
+    for name, leaf in vars(pure).items():
+        torch.testing.assert_close(getattr(native, name), leaf, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert alarms > 20

@@ -194,14 +194,14 @@ def test_replay_rebuilds_every_state_to_the_bit(tmp_path: Path) -> None:
         arrivals = Arrivals(records)
         store.accept(batch, pack_arrivals(arrivals), {})
         outcome = engine.step(arrivals, batch)
-        snapshots = engine.slots.snapshots(batch, share=9)
+        snapshots, keep_from = engine.slots.snapshots(batch, share=9)
         store.commit(
             batch,
             learnt=pack_rows(outcome.learnt, arrivals),
             receipts={},
             counters={},
             snapshots=snapshots,
-            keep_from=engine.slots.keep_from(batch, snapshots),
+            keep_from=keep_from,
         )
         engine.slots.committed(snapshots)
         if batch % 7 == 0:

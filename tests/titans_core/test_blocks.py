@@ -37,6 +37,9 @@ MEMORIES: dict[str, dict[str, Any]] = {
     "atlas_chunk": {"rule": "atlas", "muon_every": 4, "read": "before"},
     "atlas_matrix": {"rule": "atlas", "depth": 1, "window": 3, "muon_every": 2},
     "atlas++": {"rule": "atlas++", "window": 3, "muon_every": 4},
+    "channel": {"forget": "channel"},
+    "channel_omega": {"forget": "channel", "window": 3},
+    "channel_stale": {"forget": "channel", "rule": "stale"},
     "poly": {"degree": 2},
     "poly_deep": {"rule": "deep", "degree": 2},
     "poly_atlas": {"rule": "atlas", "degree": 2, "window": 3, "muon_every": 4},
@@ -164,7 +167,7 @@ def test_a_repeated_token_at_the_largest_step_stays_bounded(memory: str, momentu
     torch.manual_seed(7)
     layer = NeuralMemory(MemoryConfig(dim=16, heads=2, **{"chunk": 8} | MEMORIES[memory]))
     with torch.no_grad():
-        alpha, eta, theta = layer.gates.bias.view(3, -1)
+        alpha, eta, theta = layer.gates.bias.split([2 * layer.forgets, 2 * layer.layers, 2 * layer.layers])
         alpha.fill_(-20.0), eta.fill_(momentum), theta.fill_(20.0)
         if hasattr(layer, "lags"):
             layer.lags.bias.fill_(20.0)
@@ -253,6 +256,7 @@ def test_polynomial_features_take_the_place_of_keys_and_queries(rule: str) -> No
             "decayed_error": st.sampled_from([False, False, True]),
             "momentum": st.booleans(),
             "decay": st.booleans(),
+            "forget": st.sampled_from(["head", "head", "channel"]),
             "decay_to_init": st.booleans(),
             "conv": st.sampled_from([1, 4]),
         }
@@ -297,6 +301,7 @@ def test_a_wrong_configuration_names_the_field() -> None:
         ({"degree": 3}, "degree 3 gives a head of width 64 47905 features"),
         ({"loss": "dot"}, "with loss 'dot' take 'stale'"),
         ({"rule": "stale", "decayed_error": True}, "decayed_error needs rule 'exact'"),
+        ({"rule": "deep", "forget": "channel"}, "forget 'channel' needs rule 'exact' or 'stale' and decay, found 'deep'"),
     ]:
         with pytest.raises(ConfigError, match=message):
             MemoryConfig(**({"dim": 256} | refused))  # type: ignore[arg-type]

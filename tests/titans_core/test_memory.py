@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+from kernels import native
 from titans_core.config import MemoryConfig
 from titans_core.memory import NeuralMemory
 from titans_core.state import leaves, map_state
@@ -42,3 +44,45 @@ def test_in_place_gives_the_numbers_of_forward(form: dict[str, Any], kernels: st
             torch.testing.assert_close(step(part, owned), y, atol=2e-5, rtol=1e-4)
     for (name, a), (_, b) in zip(leaves(owned), leaves(state), strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4, msg=name)
+
+
+WHOLE = {
+    "exact": {"rule": "exact", "decay_to_init": False},
+    "exact, before, no decay": {"rule": "exact", "decay_to_init": False, "read": "before", "decay": False},
+    "deep": {"rule": "deep", "chunk": 8},
+    "deep, anchor, no momentum": {"rule": "deep", "chunk": 8, "read": "anchor", "momentum": False},
+    "deep, to zero, no convolution": {"rule": "deep", "chunk": 8, "decay_to_init": False, "conv": 1},
+}
+
+
+@pytest.mark.skipif(not native.status().available, reason=native.status().reason)
+@pytest.mark.parametrize("form", WHOLE.values(), ids=WHOLE.keys())
+@pytest.mark.parametrize("precision,tolerance", [("float32", 1e-5), ("bfloat16", 4e-2)])
+@pytest.mark.parametrize("cuts", [[21], [2, 18, 1]])
+def test_the_whole_layer_and_its_gradients(
+    form: dict[str, Any], precision: str, tolerance: float, cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One native function against the torch form in float64: outputs, state, and the gradient of everything, through the carried state too."""
+    torch.manual_seed(0)
+    layer = NeuralMemory(MemoryConfig(dim=40, heads=2, precision=precision, **form))  # type: ignore[arg-type]
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    x, found = torch.randn(2, 21, 40), []
+    for dtype, kernels in ((torch.float64, "torch"), (torch.float32, "native")):
+        monkeypatch.setenv("TETHYS_KERNELS", kernels)
+        model = copy.deepcopy(layer).to(dtype)
+        inputs = x.to(dtype).requires_grad_()
+        state, outputs = model.initial_state(2), []
+        for part in inputs.split(cuts, dim=1):
+            y, state = model(part, state)
+            outputs.append(y)
+        ends = [leaf for _, leaf in leaves(state) if leaf.is_floating_point()]
+        results = [torch.cat(outputs, 1), *(end for end in ends if end.numel())]
+        torch.manual_seed(1)
+        total = sum((r * torch.randn(r.shape).to(dtype)).sum() for r in results)
+        assert isinstance(total, torch.Tensor)
+        total.backward()
+        found.append([*results, inputs.grad, *(p.grad for p in model.parameters())])
+    worst = max(float((b.double() - a).detach().norm() / a.detach().norm()) for a, b in zip(*found, strict=True))
+    assert worst < tolerance and (precision == "float32" or worst > 1e-4)

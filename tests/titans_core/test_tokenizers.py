@@ -67,6 +67,7 @@ def test_dna_comes_back_whole_and_in_pieces_whatever_its_case(make):
     ids = tokenizer.encode(DNA)
     assert tokenizer.decode(ids) == DNA
     assert tokenizer.encode(DNA.lower()).tolist() == ids.tolist()
+    assert "".join(tokenizer.decode_stream(ids)) == DNA
     for size in (1, 5, 100):
         pieces = [DNA[i : i + size] for i in range(0, len(DNA), size)]
         assert np.concatenate(list(tokenizer.encode_stream(pieces))).tolist() == ids.tolist()

@@ -1,0 +1,61 @@
+"""A forecaster's `observe` and `forecast` for one row of many live streams, in place on their stacked state.
+
+The pure pair copies the state of every stream of a batch out and in again and walks it once for each operation; here a stream's row is
+written and read in one pass over its memory. Natively, for a forecaster with carried memory and neither blocks nor covariates; `unsupported`
+says why another goes by the pure pair. The numbers are the same to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.native import streams
+from titans_core.forecaster import QUIETEST, Forecaster, ForecasterState
+from titans_core.state import leaves
+
+
+def unsupported(forecaster: Forecaster) -> str:
+    """Empty if `ForecasterRow` takes this forecaster, else why not."""
+    c = forecaster.config
+    if c.memory != "carried" or c.patches is not None or c.covariates is not None:
+        return "only a carried memory without blocks and covariates is written in place"
+    if forecaster.line.device.type != "cpu":
+        return f"the forecaster is on {forecaster.line.device}"
+    return streams.supports()
+
+
+class ForecasterRow:
+    """Called with a state of N streams (changed in place), one row of n of them and the calendar."""
+
+    def __init__(self, forecaster: Forecaster) -> None:
+        reason = unsupported(forecaster)
+        if reason:
+            raise ValueError(f"this forecaster's rows are not written in place: {reason}")
+        self.forecaster = forecaster
+        seasons = forecaster.config.seasons
+        self._rates = [torch.tensor(season.rates) for season in seasons]
+        self._strides = [season.stride for season in seasons]
+        self._reads = [season.reads(forecaster.config.horizon) for season in seasons]
+
+    def __call__(
+        self, state: ForecasterState, slots: Tensor, y: Tensor, observed: Tensor, which: Tensor, now: Tensor, ahead: Tensor
+    ) -> Tensor:
+        """slots (n,) long: the streams, each at most once; y (n,) float64, observed (n,) bool: a row of each; which (n,) long: the time of
+        each, whose slots are now (U, G), those of the horizon ahead (U, H, G). Returns quantiles (n, H, Q) float64, as `forecast` does.
+        """
+        f, c = self.forecaster, self.forecaster.config
+        tensors = [leaf for _, leaf in leaves(state)]
+        x, level, unit, rough = streams.forecaster_row(
+            tensors, self._rates, self._strides, self._reads, c.level_rows, QUIETEST, slots, y, observed, which, now, ahead
+        )
+        spread = rough**c.spread
+        # (Q, n, H): a quantile is one piece of memory.
+        around = f.centre_of(x) + spread.view(1, -1, 1) * f.offsets.T.unsqueeze(1)
+        quantiles = level.view(1, -1, 1) + unit.view(1, -1, 1) * around
+        unknown = state.count[slots] == 0
+        if unknown.any():
+            quantiles[:, unknown] = math.nan
+        return quantiles.permute(1, 2, 0)
