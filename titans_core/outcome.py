@@ -16,13 +16,14 @@ The inverse of a whole Gram matrix of all features would be most of the state an
 context only: the directions that matter most in training. Memories at several rates lam read the block. One more, the wide memory, reads
 all directions: the Gram matrix of those outside the block is kept as its diagonal, which is nearly all there is of it, since they were
 whitened in training (a decoupled Kalman filter: Puskorius and Feldkamp 1991). The narrow ones learn soonest; the wide one also unlearns
-what the frozen forecast is wrong by in directions of which training thought little. Their forecasts, the frozen one, one without carried state, the last value and the held season are
-experts: a small least-squares mix about the slowest memory is learnt for every step (the same recursion), and the experts and the mix
-are weighted by their own recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; with forgetting, Herbster and Warmuth
-1998).
+what the frozen forecast is wrong by in directions of which training thought little.
+
+Their forecasts, the frozen one, one without carried state, the last value and the held season are experts: a small least-squares mix
+about the slowest narrow memory is learnt for every step (the same recursion), and the experts and the mix are weighted by their own
+recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; with forgetting, Herbster and Warmuth 1998).
 
 All of it is a value per stream: nothing is shared but the frozen projection. What a truth differs by from what its memory expected is
-clipped, in units of the stream's own running deviation (the recursion of Huber's loss), so that one broken reading does not undo what
+clipped, in units of the stream's deviation over its past (the recursion of Huber's loss), so that one broken reading does not undo what
 was learnt, while a burst that is foreseen is learnt in full.
 
 Axis letters: B streams, H horizon, F features of the forecaster (and of the context), k block, R rates, E experts, K mixed experts,
@@ -41,8 +42,6 @@ from torch import Tensor, nn
 from titans_core.config import require
 from titans_core.forecaster import Forecaster
 
-# The unit of a stream is never taken below this share of the deviation over its whole past (a variance share).
-QUIETEST = 0.1
 # Rows of an overlapping horizon count for less: penalties grow with the horizon, from this one on.
 SHORTEST = 4
 # Directions of the features with less variance in training, in squared units, are taken for this.
@@ -71,15 +70,14 @@ class OutcomeConfig:
     mix_penalty: float = 4.0
     loss_forget: float = 500.0
     trust: float = 20.0
-    unit_rows: float = 333.0
-    clip: float = 5.0
+    clip: float = 10.0
     widest: float = 50.0
 
     def __post_init__(self) -> None:
-        require(self.features >= 1 and self.horizon >= 1, f"features {self.features} and horizon {self.horizon} must be positive")
+        require(self.features >= 2 and self.horizon >= 1, f"features {self.features} must be two or more, horizon {self.horizon} positive")
         require(1 <= self.look_back <= self.features, f"look_back {self.look_back} must lie in 1..features {self.features}")
         require(self.outcomes >= 0 and self.block >= 1, f"outcomes {self.outcomes} cannot be negative, block {self.block} must be positive")
-        windows = (*self.forget, self.mix_forget, self.loss_forget, self.unit_rows)
+        windows = (*self.forget, self.mix_forget, self.loss_forget)
         require(len(self.forget) >= 1 and all(n > 1 for n in windows), f"windows {windows} must be longer than one row")
         require(self.penalty > 0 and self.mix_penalty > 0, f"penalties {self.penalty}, {self.mix_penalty} must be positive")
         require(self.clip > 0 and self.trust >= 0, f"clip {self.clip} must be positive and trust {self.trust} not negative")
@@ -87,7 +85,7 @@ class OutcomeConfig:
     @property
     def whole(self) -> int:
         """k: entries of the context whose Gram matrix is held whole."""
-        return min(self.block, self.features)
+        return min(self.block, self.features - 1)
 
     @property
     def experts(self) -> int:
@@ -96,7 +94,7 @@ class OutcomeConfig:
 
     @classmethod
     def daily(cls, model: Forecaster, rows: int, **options: Any) -> OutcomeConfig:
-        """For a fitted forecaster of a stream with `rows` rows a day: windows of 21 and 139 days, units over 14."""
+        """For a fitted forecaster of a stream with `rows` rows a day: windows of 21 and 139 days."""
         c, season, column = model.config, None, model.config.look_back
         for s in c.seasons:
             if s.slots > 1:
@@ -105,7 +103,7 @@ class OutcomeConfig:
             column += len(s.rates) * s.reads(c.horizon)
         days = rows / 24.0
         fast, slow = 500 * days, 3333 * days
-        times: dict[str, Any] = {"forget": (fast, slow), "mix_forget": slow, "loss_forget": fast, "unit_rows": 333 * days}
+        times: dict[str, Any] = {"forget": (fast, slow), "mix_forget": slow, "loss_forget": fast}
         return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **{**times, **options})
 
     def to_json(self) -> dict[str, Any]:
@@ -124,9 +122,6 @@ class OutcomeState:
     for step h."""
 
     rows: Tensor  # (B,) int64
-    count: Tensor  # (B,) float64, observed rows
-    mean: Tensor  # (B,) float64, running over `unit_rows`
-    variance: Tensor  # (B,) float64
     level: Tensor  # (B, H) float64, level of each origin
     unit: Tensor  # (B, H) float64, unit of each origin; 0: no forecast was made
     keys: Tensor  # (B, H, F) contexts
@@ -150,6 +145,15 @@ class Origin(NamedTuple):
     base: Tensor  # (B, H) expected values, relative to the level, in units
     level: Tensor  # (B,) float64
     unit: Tensor  # (B,) float64
+
+
+class Thought(NamedTuple):
+    """What is made of an origin."""
+
+    key: Tensor  # (B, F) context
+    issued: Tensor  # (B, H, E + 1) what the experts and the mix say, relative to the level
+    unit: Tensor  # (B,) float64; 0: nothing is known yet
+    forecast: Tensor  # (B, H) float64, in the values of the series
 
 
 def origin_of(model: Forecaster, state: Any, future_phase: Tensor) -> Origin:
@@ -199,7 +203,8 @@ class OutcomeMemory(nn.Module):
         """Frozen weights from training windows: x (N, F), the last of them constant, y (N, H) with NaN where unknown, line (F, H).
 
         The context is 1 and, whitened on these windows, the leading directions of the line's forecasts (reduced-rank regression) and
-        the principal components of what they leave over of the features, the largest first. The window line is ridge regression on the look-back alone.
+        the principal components of what they leave over of the features, the largest first. The window line is ridge regression on the
+        look-back alone.
         Raises ValueError where there are fewer windows than features.
         """
         c = self.config
@@ -237,9 +242,6 @@ class OutcomeMemory(nn.Module):
         wide = torch.float64
         return OutcomeState(
             rows=zeros(dtype=torch.int64),
-            count=zeros(dtype=wide),
-            mean=zeros(dtype=wide),
-            variance=zeros(dtype=wide),
             level=zeros(H, dtype=wide),
             unit=zeros(H, dtype=wide),
             keys=zeros(H, F),
@@ -277,7 +279,20 @@ class OutcomeMemory(nn.Module):
                 f"{tuple(observed.shape)} must be (B, {c.features}), (B, {c.horizon}), (B,) and (B,)"
             )
         with torch.inference_mode():
-            return self._issue(self._judge(state, y, observed), origin)
+            judged = self._judge(state, y, observed)
+            if bool(observed.all()):
+                thought = self._think(judged, origin)
+                return self._issue(judged, origin, thought), thought.forecast
+            # A missing row is passed, as `skip` passes it: its forecast is read and forgotten.
+            judged = _where(observed, judged, state)
+            thought = self._think(judged, origin)
+            passed = self.skip(state, torch.ones_like(state.rows))
+            return _where(observed, self._issue(judged, origin, thought), passed), thought.forecast
+
+    def correct(self, state: OutcomeState, origin: Origin) -> Tensor:
+        """The corrected expected values (B, H) float64 of an origin; changes no state."""
+        with torch.inference_mode():
+            return self._think(state, origin).forecast
 
     def _judge(self, s: OutcomeState, y: Tensor, observed: Tensor) -> OutcomeState:
         """Write the truth `y` of this row for step h of the origin h rows ago, for all h."""
@@ -311,18 +326,9 @@ class OutcomeMemory(nn.Module):
         mix = mix - gain * mix.gather(2, i)
         loss = (1.0 - 1.0 / c.loss_forget) * s.loss + (self._judged(due) - truth.unsqueeze(2)).clamp(-c.clip, c.clip).square()
 
-        # The running mean and variance (Welford's recursion).
-        count = s.count + observed
-        rate = 1.0 / count.clamp(1.0, c.unit_rows)
-        off = value - s.mean
-        mean = torch.where(observed, s.mean + rate * off, s.mean)
-        variance = torch.where(observed, s.variance + rate * (off * (value - mean) - s.variance), s.variance)
         each = known.unsqueeze(2)
         return dataclasses.replace(
             s,
-            count=count,
-            mean=mean,
-            variance=variance,
             memory=memory,
             rest=rest,
             mix=torch.where(each, mix, s.mix),
@@ -330,21 +336,14 @@ class OutcomeMemory(nn.Module):
             loss=torch.where(each, loss, s.loss),
         )
 
-    def _issue(self, s: OutcomeState, origin: Origin) -> tuple[OutcomeState, Tensor]:
-        """Correct the forecast of a new origin, and keep what its truths will be written with."""
+    def _think(self, s: OutcomeState, origin: Origin) -> Thought:
+        """What every expert says of an origin, and the forecast that it comes to."""
         c = self.config
-        unit = (s.variance + QUIETEST * origin.unit.square()).sqrt()
-        known = (unit > 0) & origin.x.isfinite().all(1) & origin.base.isfinite().all(1)
-        safe = torch.where(known, unit, 1.0)
-        ratio = torch.where(known, origin.unit / safe, 0.0).float().unsqueeze(1)
+        known = (origin.unit > 0) & origin.x.isfinite().all(1) & origin.base.isfinite().all(1)
         x = torch.where(known.unsqueeze(1), origin.x, 0.0)
-        base = torch.where(known.unsqueeze(1), origin.base, 0.0)
-        # The constant of the context is 1 in every unit; all else is measured in the stream's own.
-        key = torch.cat([torch.ones_like(ratio), (x @ self.projection) * ratio], 1).clamp(-c.widest, c.widest)
-        key = key * known.unsqueeze(1)
-
-        frozen, free, rest = self._experts(x, base)
-        frozen, free, rest = frozen * ratio, free * ratio, [r * ratio for r in rest]
+        frozen = torch.where(known.unsqueeze(1), origin.base, 0.0)
+        key = torch.cat([torch.ones_like(x[:, :1]), x @ self.projection], 1).clamp(-c.widest, c.widest) * known.unsqueeze(1)
+        free, rest = self._experts(x)
         corrected = frozen.unsqueeze(1) + self._read(s, key[:, None, : c.whole], key[:, None, c.whole :])
         experts = torch.stack([frozen, *corrected.unbind(1), free, *rest], 2)  # (B, H, E)
         slow, others = self._about_slow(experts)
@@ -356,42 +355,46 @@ class OutcomeMemory(nn.Module):
         # Before the first truth all losses are equal, and only the frozen forecast has earned any trust.
         forecast = torch.where(best.squeeze(2) > 0, forecast, frozen)
 
-        lam = self._lam
+        made = origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * forecast.double()
+        made = torch.where(known.unsqueeze(1), made, origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * origin.base)
+        return Thought(key, issued, torch.where(known, origin.unit, 0.0), made)
+
+    def _issue(self, s: OutcomeState, origin: Origin, thought: Thought) -> OutcomeState:
+        """Keep what the truths of a new origin will be written with."""
+        c, lam, key = self.config, self._lam, thought.key
         squares = key[:, c.whole :].square()
         beside = torch.zeros(len(key), len(lam), 1, device=key.device)
         beside[:, -1] = (squares / s.squares).sum(1, keepdim=True)
         gain, damping, inverse = _absorb(s.inverse, key[:, None, : c.whole], lam, lam + beside)
         i = (s.rows % c.whole)[:, None, None].expand(-1, len(lam), 1)
         again, inverse = _rehearse(inverse, i, self._penalty(c.penalty) * (1 - lam) * c.whole)
-        state = dataclasses.replace(
+        return dataclasses.replace(
             s,
             rows=s.rows + 1,
             level=_push(s.level, origin.level, 1),
-            unit=_push(s.unit, torch.where(known, unit, 0.0), 1),
+            unit=_push(s.unit, thought.unit, 1),
             keys=_push(s.keys, key, 1),
             gains=_push(s.gains, gain, 2),
             damping=_push(s.damping, damping[:, -1, 0], 1),
             rehearsed=_push(s.rehearsed, again, 2),
             inverse=inverse,
             squares=lam[-1] * s.squares + squares + (1 - lam[-1]) * self._penalty(c.penalty),
-            pending=_push(s.pending, issued, 1),
+            pending=_push(s.pending, thought.issued, 1),
         )
-        made = origin.level.unsqueeze(1) + safe.unsqueeze(1) * forecast.double()
-        return state, torch.where(known.unsqueeze(1), made, origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * origin.base)
 
     def _read(self, s: OutcomeState, block: Tensor, rest: Tensor) -> Tensor:
         """What the memories add to the base (B, R + 1, H), the wide one last; block (B, H or 1, k) and rest (B, H or 1, F - k) of the context."""
         read = (s.memory * block.unsqueeze(1)).sum(3)
         return torch.cat([read[:, :-1], read[:, -1:] + (s.rest * rest).sum(2).unsqueeze(1)], 1)
 
-    def _experts(self, x: Tensor, base: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Base, without carried state, and the rest, each (B, H) in the forecaster's unit."""
+    def _experts(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Without carried state, and the rest: last value and season; each (B, H)."""
         c = self.config
         free = torch.cat([x[:, : c.look_back], x[:, -1:]], 1) @ self.window_line
         rest = [x[:, c.look_back - 1].unsqueeze(1).expand(-1, c.horizon)]
         if c.season is not None:
             rest.append(x[:, self._season])
-        return base, free, rest
+        return free, rest
 
     def _about_slow(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """(B, H, E) -> the slowest memory's forecast (B, H), and the others relative to it (B, H, K)."""
@@ -443,6 +446,15 @@ def _rehearse(inverse: Tensor, axis: Tensor, weight: Tensor) -> tuple[Tensor, Te
     size = 1.0 / weight + held.gather(-1, axis)
     half = held / size.sqrt()
     return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0)
+
+
+def _where(chosen: Tensor, left: OutcomeState, right: OutcomeState) -> OutcomeState:
+    """`left` for the streams that are chosen (B,), `right` for the others."""
+    parts = {}
+    for part in dataclasses.fields(OutcomeState):
+        a, b = getattr(left, part.name), getattr(right, part.name)
+        parts[part.name] = torch.where(chosen.view(-1, *[1] * (a.dim() - 1)), a, b)
+    return OutcomeState(**parts)
 
 
 def _push(ring: Tensor, newest: Tensor, dim: int) -> Tensor:
