@@ -253,7 +253,7 @@ class TitansForecaster(BaseEstimator):
                     y = np.concatenate([np.full(gap, np.nan), y])
                     seen = np.concatenate([np.zeros(gap, bool), seen])
                     beside = np.concatenate([np.zeros((gap, beside.shape[1]), np.float32), beside])
-            one = select(state, [at])
+            one: Any = select(state, [at])
             with torch.inference_mode():
                 slots = torch.from_numpy(self._slots(phase, ds, beside))[None]
                 one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], slots)
