@@ -105,6 +105,8 @@ def train(
     from pipelines import tracking
 
     began = time.monotonic()
+    given = dict(parameters or {})
+    future, historic, static = (tuple(given.get(kind, names)) for kind, names in (("future", future), ("historic", historic), ("static", static)))
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
@@ -125,7 +127,7 @@ def train(
         "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
         "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
     }  # fmt: skip
-    model = TitansForecaster(**{**one_by_one, **(parameters or {})})
+    model = TitansForecaster(**{**one_by_one, **given})
     horizon, look_back, epochs, blocks = model.horizon, model.look_back, model.epochs, model.blocks
     known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
@@ -150,7 +152,7 @@ def train(
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
+        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins),
         "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
@@ -476,10 +478,12 @@ def _facts(contest: rolling.Backtest, data: str, seconds: float) -> list[tuple[s
 
 
 def digest(table: Panel) -> str:
-    """sha256 of ids, stamps and values: the same for the same rows, in whatever file they lie."""
+    """sha256 of ids, stamps, values and covariates: the same for the same rows, in whatever file they lie."""
     made = hashlib.sha256(json.dumps([table.frequency, *table.ids]).encode())
     for part in (table.offsets, table.ds, np.where(table.observed, table.y, np.nan)):
         made.update(np.ascontiguousarray(part).tobytes())
+    if table.covariates is not None:
+        made.update(table.covariates.write_csv().encode())
     return made.hexdigest()
 
 
