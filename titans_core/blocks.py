@@ -223,8 +223,8 @@ class Mac(nn.Module):
         fixed = self._keys_and_values(self.persistent.expand(len(x), -1, -1))
         while start < length:
             stop = min(start + self.length - place, length)
-            part = (each[:, :, start:stop] for each in (q, k, v))
-            y, state = self._within(x[:, start:stop], *part, position[:, start:stop], fixed, state, place)
+            own = (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
+            y, state = self._within(x[:, start:stop], own, position[:, start:stop], fixed, state, place)
             outputs.append(y)
             place, start = (place + stop - start) % self.length, stop
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
@@ -235,10 +235,10 @@ class Mac(nn.Module):
         return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
 
     def _within(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, position: Tensor, fixed: KeyValues, state: MacState, place: int
+        self, x: Tensor, own: tuple[Tensor, Tensor, Tensor], position: Tensor, fixed: KeyValues, state: MacState, place: int
     ) -> tuple[Tensor, MacState]:
-        """Tokens that all lie in the open segment, the first at `place`; q, k, v (B, H, T, d) are theirs."""
-        length = x.shape[1]
+        """Tokens that all lie in the open segment, the first at `place`; own: their queries, keys and values (B, H, T, d)."""
+        (q, k, v), length = own, x.shape[1]
         end = place + length
         retrieved, reading = self.memory.read(x, state.anchor, state.reading)
         k_read, v_read = self._keys_and_values(retrieved)
