@@ -300,10 +300,12 @@ class NeuralMemory(nn.Module):
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.
 
-        tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
+        tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, D): queries alone are made.
         """
-        mixed, tail = self.conv(self.qkv(x), tail)
-        rows = unit(split_heads(F.silu(mixed).chunk(3, dim=-1)[0], self.config.heads)) * self.length
+        dim = self.config.dim
+        u = F.linear(x, self.qkv.weight[:dim])
+        mixed, tail = convolve(u, tail, self.conv.weight[:, :dim]), next_tail(u, tail)
+        rows = unit(split_heads(F.silu(mixed), self.config.heads)) * self.length
         q = self._features(rows)
         if isinstance(memory, DeepState | AtlasState):
             y = output(memory.W, q, self.network)
