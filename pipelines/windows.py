@@ -327,6 +327,8 @@ def ray_cluster(workers: int | None = None) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         # Without it Ray replaces the loopback address by the one of the network card.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        # A machine that is busy with other work needs longer than the minute that Ray gives its own parts to start.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
     import ray
 
     if ray.is_initialized():
