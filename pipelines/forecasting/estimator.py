@@ -422,7 +422,9 @@ class TitansForecaster(BaseEstimator):
                     y, seen, ds, beside = (
                         np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds, given)
                     )
-                    slots = np.concatenate([np.stack([phase(row) for row in ds]), beside], axis=2)
+                    # Most series of a table stand at the same stamps: their calendar is worked out once.
+                    calendar = phase(ds[0])[None].repeat(len(ds), 0) if (ds == ds[0]).all() else np.stack([phase(row) for row in ds])
+                    slots = np.concatenate([calendar, beside], axis=2)
                     state = model.initial_state(len(some))
                     parts.append(
                         model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
@@ -458,9 +460,11 @@ class TitansForecaster(BaseEstimator):
         if not len(ids):
             raise UserError("nothing to forecast: this forecaster knows no series; give it a frame")
         phase = phases(self.frequency_, config.seasons, self.zone)
-        stamps = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds])
+        ends, which = np.unique(last_ds, return_inverse=True)
+        grid = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in ends])
+        stamps = grid[which]
         beside = self.encoder_.of_future(ids, last_ds, static, future, config.horizon)
-        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in stamps]), beside], axis=2))
+        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in grid])[which], beside], axis=2))
         with torch.inference_mode():
             mean = model.expected(state, ahead).numpy()
             around = model.forecast(state, ahead).numpy()
