@@ -327,8 +327,6 @@ def ray_cluster(workers: int | None = None) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         # Without it Ray replaces the loopback address by the one of the network card.
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        # A machine that is busy with other work needs longer than the minute that Ray gives its own parts to start.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
     import ray
 
     if ray.is_initialized():
@@ -336,7 +334,15 @@ def ray_cluster(workers: int | None = None) -> None:
     if address is not None:
         ray.init(address, log_to_driver=False)
         return
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    for last in (False, False, True):
+        try:
+            ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+            return
+        except Exception as error:
+            # Ray gives its own parts half a minute to start, which a machine that is busy with other work may not.
+            if last or "timed out" not in str(error):
+                raise
+            ray.shutdown()
 
 
 def continue_grid(stamp: Any, frequency: str, steps: int) -> NDArray[Any]:
