@@ -147,7 +147,7 @@ def train(
     paths["leaderboard.json"].write_text(json.dumps(board, indent=2) + "\n")
     figure = _plot(table, forecast, horizon, look_back)
     figure.savefig(paths["plot.png"], dpi=120)
-    save_weights(model.forecaster_, paths["model.safetensors"])
+    save_weights(model.forecaster_, paths["model.safetensors"], model.outcome_)
 
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
@@ -323,7 +323,7 @@ def forecast_panel(
         raise UserError(
             f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}"
         )
-    state, last, static = model._read(model.forecaster_, table)
+    state, last, static = model._read(model.memory_, table)
     result = model._forecast(state, table.ids, last, static, quantiles, future)
     if steps < model.horizon:
         result = result[np.tile(np.arange(model.horizon) < steps, len(table)).nonzero()[0]]

@@ -185,19 +185,25 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
     from pipelines.forecasting.calendar import phases
     from pipelines.forecasting.covariates import CovariateTable
     from titans_core import forecaster_row
+    from titans_core.learner import Learner
 
     config = fitted.forecaster_.config
     beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
-    in_place = beside is None and not forecaster_row.unsupported(fitted.forecaster_)
+    memory = fitted.memory_
+    row: Any = None
+    if isinstance(memory, Learner):
+        row = memory.row
+    elif beside is None and not forecaster_row.unsupported(memory):
+        row = forecaster_row.ForecasterRow(memory)
     return StreamModel(
-        memory=fitted.forecaster_,
+        memory=memory,
         version=version,
         frequency=fitted.frequency_,
         horizon=config.horizon,
         quantiles=config.quantiles,
         phase=phases(fitted.frequency_, config.seasons, fitted.zone),
         beside=beside,
-        row=forecaster_row.ForecasterRow(fitted.forecaster_) if in_place else None,
+        row=row,
     )
 
 
