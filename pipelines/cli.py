@@ -23,6 +23,7 @@ from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
 from pipelines.language import commands as language
 from pipelines.registry import commands as registry
+from pipelines.serving import commands as serving
 
 app = typer.Typer(
     name="tethys",
@@ -32,6 +33,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.add_typer(registry.models, name="models")
+app.command(epilog="Example: tethys serve --model-name sales --port 8080")(serving.serve)
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
@@ -51,14 +53,6 @@ class Block(StrEnum):
     mac = "mac"
     mag = "mag"
     mal = "mal"
-
-
-class CalendarName(StrEnum):
-    hour = "hour"
-    weekday = "weekday"
-    monthday = "monthday"
-    month = "month"
-    year = "year"
 
 
 Data = Annotated[
@@ -86,7 +80,9 @@ TrackingUri = Annotated[
 FutureCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known ahead (price, promotion); repeatable.")]
 HistoricCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known once it happened; repeatable.")]
 StaticCovariate = Annotated[list[str] | None, typer.Option(help="Column with one value a series; repeatable.")]
-CalendarFeature = Annotated[list[CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")]
+CalendarFeature = Annotated[
+    list[forecasting.CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -324,8 +320,11 @@ def stream(
     ] = "reject",
     max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many lines.")] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this port of 127.0.0.1.")
+        int | None, typer.Option(help="Serve /metrics, /healthz, /readyz and /forecast?unique_id=NAME on this port of 127.0.0.1.")
     ] = None,
+    forecast: Annotated[
+        str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")
+    ] = "every",
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -349,6 +348,7 @@ def stream(
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
         history=history,
+        forecast=forecast,
         covariates=covariates,
     )
     _show(result, as_json)
