@@ -183,7 +183,7 @@ def tethys(which: Set, ids: list[str], train: Sequence[np.ndarray], seed: int) -
         scale_lag=which.season,
     ).fit(table)  # fmt: skip
     line = model.line_
-    report.progress(f"line: penalty {line.penalty:g}, pull {line.gap_share:g} of {line.gap_penalty:g}, validation {line.error:.4f}")
+    report.progress(f"line: penalty {line.penalty:g}, pull {line.gap_penalty:g}, validation {line.error:.4f}")
     made = model.predict()
     quantiles = made.select(f"q{q:g}" for q in LEVELS).to_numpy().reshape(len(ids), which.horizon, len(LEVELS))
     origins = np.arange(border, total - which.horizon + 1, max(1, len(ids) * (total - border) // MOST_WINDOWS))

@@ -55,14 +55,6 @@ class Block(StrEnum):
     mal = "mal"
 
 
-class CalendarName(StrEnum):
-    hour = "hour"
-    weekday = "weekday"
-    monthday = "monthday"
-    month = "month"
-    year = "year"
-
-
 Data = Annotated[
     str,
     typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI."),
@@ -88,7 +80,9 @@ TrackingUri = Annotated[
 FutureCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known ahead (price, promotion); repeatable.")]
 HistoricCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known once it happened; repeatable.")]
 StaticCovariate = Annotated[list[str] | None, typer.Option(help="Column with one value a series; repeatable.")]
-CalendarFeature = Annotated[list[CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")]
+CalendarFeature = Annotated[
+    list[forecasting.CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -326,8 +320,11 @@ def stream(
     ] = "reject",
     max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many lines.")] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this port of 127.0.0.1.")
+        int | None, typer.Option(help="Serve /metrics, /healthz, /readyz and /forecast?unique_id=NAME on this port of 127.0.0.1.")
     ] = None,
+    forecast: Annotated[
+        str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")
+    ] = "every",
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -351,6 +348,7 @@ def stream(
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
         history=history,
+        forecast=forecast,
         covariates=covariates,
     )
     _show(result, as_json)

@@ -193,8 +193,7 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
-        if form := self._native_form(x, state):
-            assert isinstance(state.memory, MatrixState | DeepState)
+        if x.shape[1] > 1 and (form := self._native_form(x, state)):  # one token costs less part by part, and least in `in_place`
             return self._whole(x, state, form)
         u = self.qkv(x)
         q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)

@@ -173,8 +173,7 @@ def weigh(windows: Windows, scale: Tensor | None) -> Windows:
     weight = torch.ones_like(windows.unit) if scale is None else torch.where(scale > 0, windows.unit / scale, 0.0)
     seen = torch.isfinite(windows.y)
     square = torch.where(seen, windows.y, 0.0).square().sum(1).double() / seen.sum(1).clamp(min=1)
-    size = square.sqrt() * weight
-    return dataclasses.replace(windows, weight=(weight * (MOST_UNITS / size.clamp(min=MOST_UNITS))).float())
+    return dataclasses.replace(windows, weight=(weight * (MOST_UNITS / square.sqrt().clamp(min=MOST_UNITS))).float())
 
 
 def _patch_rows(rows: Rows, last: Tensor, mean: Tensor, variance: Tensor) -> PatchRows:
@@ -273,7 +272,6 @@ class Line:
 
     penalty: float
     gap_penalty: float = math.inf  # infinite: no pull back to the mean
-    gap_share: float = 1.0  # of the line with that pull; the rest is the line without it
     covariate_penalty: float = math.inf  # infinite: covariates act by their effect alone
     score: float = math.nan  # mean log error over all folds
     error: float = math.nan  # not a number: there was no validation window
@@ -282,8 +280,6 @@ class Line:
 # Per training window. Measured on validation folds of hourly and quarter-hourly series: 0.015 to 0.5 is flat, both ends beyond are worse.
 PENALTIES = (0.015, 0.15, 0.5)
 GAP_PENALTIES = (math.inf, 0.15, 0.015)
-# Half-hearted lines are better where the pull of the past holds in part only: on ETTh2 a quarter of it helps in every fold, the whole in two.
-GAP_SHARES = (0.25, 0.5, 1.0)
 COVARIATE_PENALTIES = (math.inf, 0.5, 0.05)
 FOLDS = ((3, (4, 5)), (5, (6, 7)))  # eighths of the training windows: fitted on the first so many, judged on those
 # A future of which less than this share was observed teaches too little for what has to be filled in.
@@ -324,9 +320,6 @@ def _solve(config: ForecasterConfig, m: _Moments, line: Line) -> Tensor:
 
     The lift is added as it is: its rows are the unit matrix.
     """
-    if math.isfinite(line.gap_penalty) and line.gap_share < 1:
-        without = _solve(config, m, dataclasses.replace(line, gap_penalty=math.inf))
-        return torch.lerp(without, _solve(config, m, dataclasses.replace(line, gap_share=1.0)), line.gap_share)
     diagonal = torch.full((len(m.gram),), line.penalty * m.windows, dtype=torch.float64)
     keep = torch.ones(len(m.gram), dtype=torch.bool)
     for rows, penalty in ((slice(-2, -1), line.gap_penalty), (config.covariate_features, line.covariate_penalty), (config.lift, math.inf)):
@@ -386,12 +379,11 @@ def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
 
     # Validation alone judges the pull back to the mean: where a series' mean is known from its training rows, folds inside them know
     # what lies ahead of them.
-    pulls = [(GAP_PENALTIES[0], 1.0), *((g, share) for g in GAP_PENALTIES[1:] for share in GAP_SHARES)]
-    pull = pulls[0]
+    gap = GAP_PENALTIES[0]
     if final is not None:
-        pull = min(pulls, key=lambda pull: min(log_error(whole, final, Line(p, *pull)) for p in PENALTIES))
+        gap = min(GAP_PENALTIES, key=lambda g: min(log_error(whole, final, Line(p, g)) for p in PENALTIES))
     covariates = COVARIATE_PENALTIES if c.covariate_features.stop > c.covariate_features.start else (math.inf,)
-    score, line = min(((over_folds(line), line) for line in (Line(p, *pull, q) for q in covariates for p in PENALTIES)), key=lambda found: found[0])
+    score, line = min(((over_folds(line), line) for line in (Line(p, gap, q) for q in covariates for p in PENALTIES)), key=lambda found: found[0])
     solved = _solve(c, whole, line)
     model.line.copy_(solved)
     model.feature_mean.copy_(mean)

@@ -177,6 +177,14 @@ def validate(
         raise typer.Exit(2)
 
 
+class CalendarName(StrEnum):
+    hour = "hour"
+    weekday = "weekday"
+    monthday = "monthday"
+    month = "month"
+    year = "year"
+
+
 @reads_a_table
 def tune(
     data: Annotated[str, typer.Argument(help="Table of the series: a file, a folder or glob of Parquet files, a URI.")],
@@ -190,6 +198,10 @@ def tune(
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of a training that is not stopped early.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     space: Annotated[Path | None, typer.Option(help="YAML file: for each parameter the values to try, as look_back: [48, 96].")] = None,
+    future_covariate: Annotated[list[str] | None, typer.Option(help="Column that is known ahead; repeatable.")] = None,
+    historic_covariate: Annotated[list[str] | None, typer.Option(help="Column known once it happened; repeatable.")] = None,
+    static_covariate: Annotated[list[str] | None, typer.Option(help="Column that belongs to the series; repeatable.")] = None,
+    calendar: Annotated[list[CalendarName] | None, typer.Option(help="Covariate made of the stamp; repeatable.")] = None,
     tracking_uri: Annotated[str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store.")] = DEFAULT_TRACKING_URI,
     model_name: Annotated[str, typer.Option(help="Name of the model that is to be trained.")] = "forecaster",
     output: Annotated[Path, typer.Option(help="Folder of the study; the same command goes on with what lies there.")] = Path("runs/tune"),
@@ -203,7 +215,8 @@ def tune(
     result = search.tune(
         data, id_column=id_column or None, time_column=time_column, target_column=target_column, frequency=frequency, horizon=horizon,
         trials=trials, workers=workers, epochs=epochs, seed=seed, space=space, tracking_uri=tracking_uri, model_name=model_name, output=output,
-        reading=reading,
+        reading=reading, future=tuple(future_covariate or ()), historic=tuple(historic_covariate or ()), static=tuple(static_covariate or ()),
+        calendar=tuple(feature.value for feature in calendar or ()),
     )  # fmt: skip
     cli._show(result, as_json)
 

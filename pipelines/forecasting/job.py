@@ -105,6 +105,8 @@ def train(
     from pipelines import tracking
 
     began = time.monotonic()
+    given = dict(parameters or {})
+    future, historic, static = (tuple(given.get(kind, names)) for kind, names in (("future", future), ("historic", historic), ("static", static)))
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
@@ -125,7 +127,7 @@ def train(
         "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
         "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
     }  # fmt: skip
-    model = TitansForecaster(**{**one_by_one, **(parameters or {})})
+    model = TitansForecaster(**{**one_by_one, **given})
     horizon, look_back, epochs, blocks = model.horizon, model.look_back, model.epochs, model.blocks
     known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
@@ -145,12 +147,12 @@ def train(
     paths["leaderboard.json"].write_text(json.dumps(board, indent=2) + "\n")
     figure = _plot(table, forecast, horizon, look_back)
     figure.savefig(paths["plot.png"], dpi=120)
-    save_weights(model.forecaster_, paths["model.safetensors"])
+    save_weights(model.forecaster_, paths["model.safetensors"], model.outcome_)
 
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
+        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins),
         "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
@@ -321,7 +323,7 @@ def forecast_panel(
         raise UserError(
             f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}"
         )
-    state, last, static = model._read(model.forecaster_, table)
+    state, last, static = model._read(model.memory_, table)
     result = model._forecast(state, table.ids, last, static, quantiles, future)
     if steps < model.horizon:
         result = result[np.tile(np.arange(model.horizon) < steps, len(table)).nonzero()[0]]
@@ -476,10 +478,12 @@ def _facts(contest: rolling.Backtest, data: str, seconds: float) -> list[tuple[s
 
 
 def digest(table: Panel) -> str:
-    """sha256 of ids, stamps and values: the same for the same rows, in whatever file they lie."""
+    """sha256 of ids, stamps, values and covariates: the same for the same rows, in whatever file they lie."""
     made = hashlib.sha256(json.dumps([table.frequency, *table.ids]).encode())
     for part in (table.offsets, table.ds, np.where(table.observed, table.y, np.nan)):
         made.update(np.ascontiguousarray(part).tobytes())
+    if table.covariates is not None:
+        made.update(table.covariates.write_csv().encode())
     return made.hexdigest()
 
 

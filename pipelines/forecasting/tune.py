@@ -37,6 +37,7 @@ from pipelines.windows import Panel, ray_cluster
 
 PARAMETERS = frozenset({"look_back", "memory", "hidden", "epochs", "seed", "blocks", "patch_rows", "rule"})
 """What may stand in a space, and beside the horizon in a file of parameters: none of them changes what the error is measured on."""
+COVARIATES = ("future", "historic", "static", "calendar")
 GRACE, FACTOR = 2, 3
 """Epochs that every trial has, and the share that goes on: one of so many."""
 
@@ -89,6 +90,10 @@ def tune(
     model_name: str = "forecaster",
     output: str | Path = "runs/tune",
     reading: Reading = STRICT,
+    future: tuple[str, ...] = (),
+    historic: tuple[str, ...] = (),
+    static: tuple[str, ...] = (),
+    calendar: tuple[str, ...] = (),
 ) -> TuneResult:
     """Up to `trials` points of the space, `workers` at a time; writes `params.yaml`, which `tethys train --params` takes.
 
@@ -98,11 +103,14 @@ def tune(
     from pipelines import tracking
 
     began = time.monotonic()
-    columns = {"id_column": id_column, "time_column": time_column, "target_column": target_column}
-    table = read_table(data, reading, frequency=frequency, **columns).panel  # type: ignore[arg-type]
-    known = job._border(table, 1, horizon)
-    past = job._until(table, known)
-    fixed = {"horizon": horizon, "epochs": epochs, "seed": seed, "frequency": table.frequency}
+    read = read_table(
+        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        covariates=(*future, *historic, *static), ahead=future,
+    )  # fmt: skip
+    table = read.panel
+    past = job._until(table, job._border(table, 1, horizon))
+    beside = {"zone": read.zone, "future": future, "historic": historic, "static": static, "calendar": calendar}
+    fixed: dict[str, Any] = {"horizon": horizon, "epochs": epochs, "seed": seed, "frequency": table.frequency, **beside}
     points = draw(read_space(space) if space is not None else default_space(past, horizon), trials, seed, fixed)
     folder = Path(output)
     (folder / "trials").mkdir(parents=True, exist_ok=True)
@@ -173,7 +181,7 @@ def read_space(path: str | Path) -> dict[str, list[Any]]:
 def read_params(path: str | Path) -> dict[str, Any]:
     """Parameters of a forecaster from a YAML file, as `tune` writes it. Raises UserError that names each one at fault."""
     data = _yaml(path)
-    _only_parameters(path, data, PARAMETERS | {"horizon"})
+    _only_parameters(path, data, PARAMETERS | {"horizon", *COVARIATES})
     return {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
 
 
@@ -349,6 +357,7 @@ def _written(best: Trial, fixed: Mapping[str, Any], count: int, run: str) -> str
         f"# stream's running deviation (trial {best.number}, MLflow run {run}). tethys train DATA --params THIS_FILE\n"
     )
     chosen = {"horizon": fixed["horizon"], "epochs": fixed["epochs"], "seed": fixed["seed"], **best.parameters}
+    chosen |= {kind: list(fixed[kind]) for kind in COVARIATES if fixed.get(kind)}
     return head + yaml.safe_dump(chosen, sort_keys=False, default_flow_style=None)
 
 

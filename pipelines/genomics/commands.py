@@ -152,6 +152,40 @@ def classify(
         raise typer.Exit(summary.status)
 
 
+@app.command(epilog="Example: tethys genomics track scores/ --genome hg38.fa --label enhancer --output enhancer.bw")
+def track(
+    scores: Annotated[Path, typer.Argument(help="Output folder of a classification job over BED intervals.")],
+    genome: Annotated[Path, typer.Option(help="FASTA that the intervals lie on.")],
+    label: Annotated[str, typer.Option(help="Class whose probability is drawn.")],
+    output: Annotated[Path, typer.Option(help="bigWig (.bw) or bedGraph (.bedgraph).")],
+) -> None:
+    """The probability of a class along a genome, for a genome browser; overlapping intervals are averaged base by base."""
+    from pipelines.genomics.tracks import write_track
+
+    print(f"{write_track(scores, genome, label, output)} stretches in {output}")
+
+
+@app.command(epilog="Example: tethys genomics stream run.fastq --follow --model models:/taxa@champion --output taxa.ndjson --checkpoint taxa.db")
+def stream(
+    source: Annotated[str, typer.Argument(help="FASTQ: a file (plain or compressed), a pipe, or '-' for standard input.")],
+    model: Annotated[str, typer.Option(help="A registered classifier, models:/NAME@ALIAS, or a file that `train --output` wrote.")],
+    output: Annotated[str, typer.Option(help="Where rows go: .ndjson, .csv, a folder .parquet, or kafka://HOST:PORT/TOPIC.")],
+    checkpoint: Annotated[Path, typer.Option(help="File that keeps the place; begin again with it after a crash or a stop.")],
+    follow: Annotated[bool, typer.Option(help="Wait for more at the end of a growing file.")] = False,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Classify reads as they come, in order and each exactly once, in bounded memory. Exit status 3 when a read was refused."""
+    from dataclasses import asdict
+
+    from pipelines.genomics.stream import run
+
+    summary = run(source, model, checkpoint=checkpoint, output=output, follow=follow, tracking_uri=tracking_uri)
+    print(json.dumps(asdict(summary)) if as_json else summary.line())
+    if summary.dead:
+        raise typer.Exit(3)
+
+
 @app.command(
     name="score-variants", epilog="Example: tethys genomics score-variants models:/enhancers@champion calls.vcf --genome hg38.fa --output scores.tsv"
 )

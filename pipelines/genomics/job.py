@@ -334,6 +334,10 @@ def _score(model: Classifier, path: Path, records: Sequence[AnyRecord], file: Pa
     answers = answer(model, [record.sequence for record in records])
     frame = answers.insert_column(0, pl.Series("id", [record.id for record in records], pl.String))
     frame.insert_column(0, pl.Series("file", [path.name] * len(records)))
+    if job.genome is not None:  # where an interval lies; null for the records of other inputs
+        places = [getattr(record, "place", None) or (None,) * 4 for record in records]
+        kinds = {"contig": pl.String, "start": pl.Int64, "end": pl.Int64, "strand": pl.String}
+        frame = pl.concat([frame, pl.DataFrame(places, schema=kinds, orient="row")], how="horizontal")
     part = file.with_name("." + file.name)
     if job.format == "parquet":
         frame.write_parquet(part, metadata={"classes": json.dumps(model.config.classes)})

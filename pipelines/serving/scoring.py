@@ -58,7 +58,11 @@ class Scorer:
         self.horizon, self.levels = config.horizon, config.quantiles
         self._frequency = Frequency.parse(model.frequency_)
         self._phase = phases(model.frequency_, config.seasons, model.zone)
-        self._row = None if forecaster_row.unsupported(model.forecaster_) else forecaster_row.ForecasterRow(model.forecaster_)
+        if config.covariates is not None:
+            raise UserError("this model wants covariates, which the service does not take: tethys stream --covariates does")
+        self._memory: Any = model.memory_
+        alone = self._memory is model.forecaster_ and not forecaster_row.unsupported(model.forecaster_)
+        self._row = forecaster_row.ForecasterRow(model.forecaster_) if alone else None
         self._queue: deque[_Waiting] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -161,15 +165,14 @@ class Scorer:
 
     def _read(self, y: torch.Tensor, seen: torch.Tensor, phase: torch.Tensor) -> Any:
         """Fresh memories that have read the rows y (n, T)."""
-        model = self.model.forecaster_
-        state = model.initial_state(len(y))
+        state = self._memory.initial_state(len(y))
         if self._row is None or y.shape[1] > SHORT_ROWS:
-            return model.observe(state, y, seen, phase)
+            return self._memory.observe(state, y, seen, phase)
         self._row.observe(state, y, seen, phase)
         return state
 
     def _pass(self, asked: Sequence[_Waiting]) -> list[dict[str, list[Any]]]:
-        model, every = self.model.forecaster_, [series for one in asked for series in one.series]
+        every = [series for one in asked for series in one.series]
         lengths = np.array([len(series.y) for series in every])
         parts, order = [], []
         with torch.inference_mode():
@@ -184,7 +187,7 @@ class Scorer:
             state = select(stack(parts), torch.from_numpy(np.argsort(np.concatenate(order))))
             ahead = self._frequency.after(np.array([series.ds[-1] for series in every]), self.horizon)
             future = torch.from_numpy(self._phase(ahead.reshape(-1))).unflatten(0, ahead.shape)
-            mean, quantiles = model.expected(state, future).numpy(), model.forecast(state, future).numpy()
+            mean, quantiles = self._memory.expected(state, future).numpy(), self._memory.forecast(state, future).numpy()
         out, at = [], 0
         for one in asked:
             mine = slice(at, at + len(one.series))

@@ -90,6 +90,10 @@ class Slots:
         """Every stream that was ever seen, sorted."""
         return sorted({name for name, _, _ in self._store.streams()} | set(self._slot) | set(self._spilled))
 
+    def knows(self, unique_id: str) -> bool:
+        """Whether the stream was ever seen."""
+        return unique_id in self._slot or unique_id in self._spilled or self._store.read(unique_id) is not None
+
     def names_at(self, slots: np.ndarray) -> list[str]:
         return list(self._names[slots])
 
@@ -153,13 +157,14 @@ class Slots:
     def _load(self, names: Sequence[str], batch: int) -> None:
         """Fill the slots of `names`: from their snapshots, or anew."""
         new, known, rows = [], [], []
+        kept = self._store.read_many([name for name in names if name not in self._spilled])
         for name in names:
             slot = self._slot[name]
             self._stand_in.pop(name, None)
             spilled = self._spilled.pop(name, None)
             if spilled is not None:
                 self._since[slot] = spilled[2]
-            found = spilled or self._store.read(name)
+            found = spilled or kept.get(name)
             if found is not None and found[0] < batch:
                 clock, row = open_snapshot(found[1])
                 known.append(slot)

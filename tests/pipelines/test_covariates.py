@@ -17,6 +17,7 @@ from connectors.errors import UserError
 from connectors.streams.base import Record
 from pipelines.forecasting import job
 from pipelines.forecasting.batch import Job, Loaded, forecast_rows, run_shards
+from pipelines.forecasting.calendar import default_seasons, phases
 from pipelines.forecasting.covariates import Column, CovariateTable, Encoder
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
 from pipelines.forecasting.reading import Reading
@@ -265,8 +266,9 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     head(frame, 600).write_csv(past)
     options = {"tracking_uri": store, "model_name": "sales"}
     result = job.train(
-        str(past), look_back=LOOK_BACK, horizon=HORIZON, output=tmp_path / "out", epochs=1, **COVARIATES, calendar=("weekday",), **options
-    )
+        str(past), look_back=LOOK_BACK, horizon=HORIZON, output=tmp_path / "out", epochs=1, **COVARIATES, calendar=("weekday",),
+        alias="champion", **options,
+    )  # fmt: skip
     assert "no future of 'promo', 'kind' is given" in capsys.readouterr().err
     assert result.leaderboard[0]["model"] == "tethys"
     assert job.backtest(str(past), origins=2, output=tmp_path / "bt", **options).origins == 2
@@ -283,7 +285,7 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     assert written.rows == SERIES * HORIZON
 
     mlflow.set_tracking_uri(store)
-    served = mlflow.pyfunc.load_model("models:/sales@challenger")
+    served = mlflow.pyfunc.load_model("models:/sales@champion")
     rows = pl.concat([head(frame, 600), ahead.with_columns(y=pl.lit(None, pl.Float64))], how="diagonal")
     asked = rows.with_columns(pl.col("ds").dt.strftime("%Y-%m-%dT%H:%M:%SZ")).select(served.metadata.get_input_schema().input_names())
     answer = served.predict(asked.to_pandas(), params={"h": 3})
@@ -296,3 +298,11 @@ def test_effects_do_not_depend_on_how_many_series_share_a_call(fitted: TitansFor
     alone = fitted.predict(head(frame, 800).filter(pl.col("unique_id") == "s1"), future=frame)
     np.testing.assert_allclose(alone["mean"], together.filter(pl.col("unique_id") == "s1")["mean"], rtol=1e-6)
     assert torch.count_nonzero(fitted.forecaster_.effect) > 0
+
+
+def test_a_stream_in_a_zone_has_the_slots_of_its_batch() -> None:
+    hours = pl.datetime_range(datetime(2024, 3, 30), datetime(2024, 4, 2), "1h", eager=True)
+    seasons = default_seasons("1h", 1000)
+    of_batch, of_stream = phases("1h", seasons, "Europe/Berlin"), phases("1h", seasons, "Europe/Berlin")
+    np.testing.assert_array_equal(of_batch(hours.to_numpy()), of_stream(hours.cast(pl.Int64).to_numpy()))
+    assert of_batch(hours.to_numpy())[:, 1].tolist() == hours.dt.replace_time_zone("UTC").dt.convert_time_zone("Europe/Berlin").dt.hour().to_list()
