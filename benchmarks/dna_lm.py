@@ -33,6 +33,7 @@ from titans_core.dna_model import (  # noqa: E402
     ContextCounts,
     DnaModel,
     DnaModelConfig,
+    Training,
     bits_per_base,
     train,
     without_writes,
@@ -103,7 +104,7 @@ def measure(folder: Path, name: str, steps: int, seed: int) -> dict[str, Any]:
     counts = ContextCounts.of([part], config.orders)
     torch.manual_seed(seed)
     model = DnaModel(config)
-    history = train(model, counts, [part], steps=steps, window=WINDOW, seed=seed)
+    history = train(model, counts, [part], Training(steps=steps, window=WINDOW, seed=seed))
     chains = markov(counts, codes, start)
     carried, _ = bits_per_base(model, counts, codes, start)
     with without_writes(model):

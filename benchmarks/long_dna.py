@@ -23,7 +23,7 @@ import torch  # noqa: E402
 
 from benchmarks import report  # noqa: E402
 from connectors.sequences import pieces  # noqa: E402
-from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, train  # noqa: E402
+from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, Training, bits_per_base, train  # noqa: E402
 from titans_core.tokenizers import encode_bases  # noqa: E402
 
 PIECE = 8192
@@ -48,7 +48,7 @@ def main() -> None:
     counts = ContextCounts.of([sample], orders)
     torch.manual_seed(0)
     model = DnaModel(DnaModelConfig(orders=orders, dim=32))
-    train(model, counts, [sample], steps=options.steps, window=256, batch=16)
+    train(model, counts, [sample], Training(steps=options.steps, window=256, batch=16))
     short = [bits_per_base(model, counts, sample[:100_000], piece=piece)[0] for piece in (PIECE, 1000)]
 
     # A piece is looked up with the bases that its first contexts reach back to, so that pieces equal one pass.

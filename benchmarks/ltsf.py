@@ -260,7 +260,7 @@ class Tethys:
             "weights": sum(p.numel() for p in model.state_dict().values()),
         }
         if np.isfinite(line.gap_penalty):
-            chosen |= {"gap_penalty": line.gap_penalty, "gap_share": line.gap_share}
+            chosen["gap_penalty"] = line.gap_penalty
         scores = []
         for seed in seeds:
             best = fit_network(model, line, train, valid, Training(epochs=EPOCHS, seed=seed))

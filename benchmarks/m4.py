@@ -159,70 +159,51 @@ def seasonal(y: np.ndarray, season: int) -> bool:
 
 
 def tethys(which: Set, ids: list[str], train: Sequence[np.ndarray], seed: int) -> np.ndarray:
-    """(S, H, Q) of one forecaster for all series of the set.
+    """(S, H, Q) of one forecaster for all series of the set, trained for what MASE asks for: errors in seasonal differences.
 
-    Its line is fitted to what MASE asks for: every window weighs one over the square of its series' seasonal difference.
     Whether forecasts stay above the lowest value that a series ever had is decided on validation.
     """
     import numpy as np
+    import polars as pl
     import torch
 
-    from pipelines.forecasting.calendar import default_seasons, phases
-    from titans_core.forecaster import Forecaster, ForecasterConfig
-    from titans_core.training import Rows, Windows, calibrate, fit_line, replay
+    from pipelines.forecasting.estimator import TitansForecaster
+    from pipelines.windows import panel
 
     total = max(map(len, train))
     border = total - max(which.horizon, total // 5)
-    y = np.full((len(train), total), np.nan)
-    for row, values in zip(y, train, strict=True):
-        row[total - len(values) :] = values  # all end together: the last fifth is everybody's validation
-    observed = np.isfinite(y)
     step = np.timedelta64(1, which.frequency[-1].replace("w", "W"))
-    stamps = np.datetime64("2018-01-01", "us") + np.arange(total + which.horizon) * step.astype("timedelta64[us]")
-    config = ForecasterConfig(
-        look_back=which.look_back, horizon=which.horizon, seasons=default_seasons(which.frequency, border), hidden=0,
-        quantiles=LEVELS,
-    )  # fmt: skip
-    phase = torch.from_numpy(phases(which.frequency, config.seasons)(stamps)).to(torch.int16).expand(len(y), -1, -1)
-    rows = Rows(torch.from_numpy(y), torch.from_numpy(observed), phase)
-    model = Forecaster(config)
-    stride = max(1, len(y) * border // MOST_WINDOWS)
-    groups = [
-        torch.arange(which.look_back, border - which.horizon + 1, stride),
-        torch.arange(border, total - which.horizon + 1, max(1, len(y) * (total - border) // MOST_WINDOWS)),
-    ]
-    with torch.inference_mode():
-        found, state = replay(model, model.initial_state(len(y)), rows, groups)
-        rows_seen = torch.from_numpy(observed).cumsum(1)
-        scale = torch.tensor([seasonal_difference(v[: len(v) - total + border], which.season) for v in train])
-        low = torch.tensor([v[: len(v) - total + border].min(initial=np.inf) for v in train])
-        kept, lowest, scales = [], [], []
-        for windows, origins in zip(found, groups, strict=True):
-            # A series that begins later than the others has no past yet at early origins.
-            old = (rows_seen[:, origins - 1] >= which.look_back).T.flatten() & (scale.repeat(len(origins)) > 0)
-            k = (windows.unit / scale.repeat(len(origins)))[old].float()
-            kept.append((Windows(*(part[old] for part in (windows.x, windows.y, windows.level, windows.unit))), k))
-            lowest.append(low.repeat(len(origins))[old])
-            scales.append(scale.repeat(len(origins))[old])
-        # Rows of least squares times k weigh k squared.
-        weighted = [Windows(w.x * k[:, None], w.y * k[:, None], w.level, w.unit / k.double()) for w, k in kept]
-        line = fit_line(model, weighted[0], weighted[1])
-        report.progress(f"line: penalty {line.penalty:g}, validation {line.error:.4f}")
-        calibrate(model, kept[1][0])
-        quantiles = model.forecast(state, phase[:, total:]).numpy()
-        if floor_helps(model, kept[1][0], lowest[1], scales[1]):
-            report.progress("forecasts stay above the lowest value of their series")
-            quantiles = np.maximum(quantiles, np.array([v.min() for v in train])[:, None, None])
-        return quantiles
+    stamps = np.datetime64("2018-01-01", "us") + np.arange(total) * step.astype("timedelta64[us]")
+    # All end together: the last fifth is everybody's validation. The names keep the order of the files.
+    names = [f"{i:05d}" for i in range(len(ids))]
+    frame = pl.concat(pl.DataFrame({"unique_id": n, "ds": stamps[total - len(y) :], "y": y}) for n, y in zip(names, train, strict=True))
+    table = panel(frame, frequency=which.frequency)
+    model = TitansForecaster(
+        horizon=which.horizon, look_back=which.look_back, hidden=0, quantiles=LEVELS, seed=seed, frequency=which.frequency,
+        scale_lag=which.season,
+    ).fit(table)  # fmt: skip
+    line = model.line_
+    report.progress(f"line: penalty {line.penalty:g}, pull {line.gap_penalty:g}, validation {line.error:.4f}")
+    made = model.predict()
+    quantiles = made.select(f"q{q:g}" for q in LEVELS).to_numpy().reshape(len(ids), which.horizon, len(LEVELS))
+    origins = np.arange(border, total - which.horizon + 1, max(1, len(ids) * (total - border) // MOST_WINDOWS))
+    valid, _ = model.windows(table, origins)
+    low = torch.tensor([y[: len(y) - total + border].min(initial=np.inf) for y in train]).repeat(len(origins))
+    scale = torch.tensor([seasonal_difference(y[: len(y) - total + border], which.season) for y in train]).repeat(len(origins))
+    begun = torch.tensor([total - len(y) for y in train]).repeat(len(origins))
+    use = (torch.from_numpy(origins).repeat_interleave(len(ids)) - begun >= which.look_back) & (scale > 0)
+    if floor_helps(model.forecaster_, *(part[use] for part in (valid.x, valid.y, valid.level, valid.unit, low, scale))):
+        report.progress("forecasts stay above the lowest value of their series")
+        quantiles = np.maximum(quantiles, np.array([y.min() for y in train])[:, None, None])
+    return quantiles
 
 
-def floor_helps(model: Any, valid: Any, lowest: Any, scale: Any) -> bool:
-    """Whether the mean of relative MASE and relative sMAPE on validation falls when medians stay above `lowest` (N,)."""
+def floor_helps(model: Any, x: Any, y: Any, level: Any, unit: Any, lowest: Any, scale: Any) -> bool:
+    """Whether the mean of relative MASE and relative sMAPE on validation windows falls when medians stay above `lowest` (N,)."""
     import torch
 
-    around = model.roughness(valid.x) ** model.config.spread * model.offsets[:, LEVELS.index(0.5)]
-    level, unit = valid.level[:, None], valid.unit[:, None]
-    truth, point = level + unit * valid.y, level + unit * (model.centre_of(valid.x) + around)
+    around = model.roughness(x) ** model.config.spread * model.offsets[:, LEVELS.index(0.5)]
+    truth, point = level[:, None] + unit[:, None] * y, level[:, None] + unit[:, None] * (model.centre_of(x) + around)
 
     def errors(p: Any) -> tuple[float, float]:
         error = (p - truth).abs()

@@ -33,11 +33,13 @@ caches, not whole turns. Each round runs all sides; a figure is the median over 
         the kernel alone (no projections), width 128, chunk 64, as a share of the fused-multiply-add peak measured in the run.
         Counted is the arithmetic the rule needs, triangles as halves. A token and head: matrix_exact 12 d^2 + 4 C d, deep with
         token reads 26 d h + 2 C (d + h), with boundary reads 18 d h; three times that in train (recomputation not counted)
-    --grid adds width 256, 4096 tokens and batch 4 under figures.grid (about 15 minutes).
+    --grid adds width 256, 4096 tokens and batch 4 under figures.grid, cheapest first, in at most the minutes given (60) and 12 GiB:
+    figures.grid.left_out names what time or memory left out (titans-pytorch keeps a copy of its weights for every chunk)
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
@@ -67,7 +69,7 @@ BARS = (  # chunk, form, direction, peer, times as many tokens a second
 def main() -> None:
     parser = report.arguments("One memory layer, ours and the public ones, in turns.")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each comparison; a figure is their median")
-    parser.add_argument("--grid", action="store_true", help="also width 256, 4096 tokens and batch 4")
+    parser.add_argument("--grid", type=float, nargs="?", const=60.0, metavar="MINUTES", help="also width 256, 4096 tokens and batch 4")
     parser.add_argument("--only", choices=["layers", "step", "share"], action="append", help="measure only this part")
     options = parser.parse_args()
     report.limit_threads(options.threads)
@@ -88,7 +90,7 @@ def main() -> None:
         figures["w128"] = {f"c{chunk}": compare(128, chunk, 1024, 1, options.rounds) for chunk in (16, 64)}
         figures["bars"] = bars(figures["w128"])
         if options.grid:
-            figures["grid"] = grid()
+            figures["grid"] = grid(options.grid)
     if "step" in parts:
         figures["step"] = steps()
     report.finish("memory", figures, libraries=("torch", "titans-pytorch", "python-titans-miras", "titans-unofficial"))
@@ -254,15 +256,22 @@ def in_turns(title: str, sides: Mapping[str, Callable[[], None]], rounds: int, t
     return seconds
 
 
-def grid() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for width in (128, 256):
-        for chunk in (16, 64):
-            for tokens in (1024, 4096):
-                for batch in (1, 4):
-                    if (width, tokens, batch) != (128, 1024, 1):
-                        found[f"w{width}_c{chunk}_t{tokens}_b{batch}"] = compare(width, chunk, tokens, batch, 1)
-    return found
+def grid(minutes: float) -> dict[str, Any]:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (12 * 2**30, resource.RLIM_INFINITY))
+    cells = itertools.product((128, 256), (16, 64), (1024, 4096), (1, 4))
+    end, found, left_out = time.monotonic() + 60 * minutes, {}, []
+    for width, chunk, tokens, batch in sorted(cells, key=lambda cell: cell[0] * cell[2] * cell[3] / cell[1]):
+        name = f"w{width}_c{chunk}_t{tokens}_b{batch}"
+        try:
+            if time.monotonic() > end:
+                raise TimeoutError("no time left")
+            found[name] = compare(width, chunk, tokens, batch, 1)
+        except (RuntimeError, MemoryError, TimeoutError) as error:
+            left_out.append(f"{name}: {str(error).splitlines()[0]}")
+            report.progress(left_out[-1])
+    return found | {"left_out": left_out}
 
 
 # ------------------------------------------------------------------------------------------------------------------ streaming

@@ -4,11 +4,17 @@
 
 A Kafka-protocol broker (noida-db, from PyPI; not Apache Kafka), a producer and the workers share this machine; each
 worker takes its share of the topic's partitions and has its own checkpoint. Every event is answered with 24 steps of
-quantiles, interval, surprise and anomaly, written durably and committed exactly once; nothing is sampled or left out.
-First the workers read a backlog as fast as they can (`peak_events_per_s`); then they are started again from their
-checkpoints and events come at `--load` of that rate for `--seconds`. `p50_ms` and `p99_ms` run from the moment an event
-was given to the broker until its forecasts were durable; `dropped` counts events that were sent and never taken.
-`rss_growth` is the resident memory of the workers at the end over that after the first quarter.
+quantiles, interval, surprise and anomaly (`forecast`: every), written durably and committed exactly once; nothing is
+sampled or left out. Three phases, the workers started again from their checkpoints for each:
+
+1. a backlog is read as fast as they can: `peak_events_per_s`;
+2. shorter trials look for a rate they can hold: shares of that peak from high to low, until the 99th percentile is
+   within `--within` milliseconds (`trials`; `--rate` skips them);
+3. events come at that rate (`offered_events_per_s`) for `--seconds`: all other figures are of this phase.
+
+`p50_ms` and `p99_ms` run from the moment an event was given to the broker until its forecasts were durable; `dropped`
+counts events that were sent and never taken. `rss_growth` is the resident memory of the workers at the end over that
+after the first quarter.
 
 River's SNARIMAX(p=12, d=1) and HoltWinters (season 24) learn one value and forecast 24 steps, an event at a time, on
 200 streams (fewer suit them better), before and after our run; they write nothing and commit nothing.
@@ -40,7 +46,8 @@ HORIZON, PARTITIONS, TOPIC = 24, 4, "events"
 START = 1_704_067_200  # event times begin here, an hour a row
 # Spawned, not forked: the broker's client and polars keep threads.
 CONTEXT = multiprocessing.get_context("spawn")
-PARTS_KEPT = 40  # files of forecasts that stay on the disk; older ones are scored and removed
+SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+PARTS_KEPT = 40  # files of forecasts that stay whole and are scored; older ones give their space back
 
 
 def main() -> None:
@@ -48,7 +55,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=10_000, help="live streams")
     parser.add_argument("--workers", type=int, default=2, choices=(1, 2, 4), help="worker processes")
     parser.add_argument("--seconds", type=float, default=300.0, help="how long the load is kept up")
-    parser.add_argument("--load", type=float, default=0.7, help="rate of the load as a share of the measured peak")
+    parser.add_argument("--rate", type=float, help="events a second that are offered; looked for when not given")
+    parser.add_argument("--within", type=float, default=200.0, help="milliseconds that 99 of 100 events of a trial may take")
+    parser.add_argument("--trial-seconds", type=float, default=15.0, help="how long each trial of a rate takes")
     parser.add_argument("--river-seconds", type=float, default=10.0, help="how long each River model is timed, twice")
     options = parser.parse_args()
     report.limit_threads(options.threads)
@@ -67,15 +76,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     fitted = TitansForecaster(horizon=HORIZON, look_back=96, hidden=64, frequency="1h", seed=options.seed).fit(
         hourly_load(series=20, days=120, seed=options.seed)
     )
-    rows = 24 * 40
+    rows = 24 * 42  # whole weeks: they come again and again
     # The rows that are streamed come from other sites than those it was trained on.
     sites = hourly_load(series=50, days=rows // 24, seed=options.seed + 1)["y"].to_numpy().reshape(50, rows)
     river = [river_rates(sites, options.river_seconds)]
     with tempfile.TemporaryDirectory() as temporary, Broker(Path(temporary)) as broker:
         load = Load(fitted, sites, broker.address, Path(temporary), options)
         peak = load.backlog()
-        report.progress(f"peak {peak:.0f} events a second; now {options.load:.0%} of it for {options.seconds:.0f} s")
-        figures = load.sustained(peak * options.load, options.seconds)
+        report.progress(f"peak {peak:.0f} events a second")
+        rate, trials = (options.rate, []) if options.rate else load.find_rate(peak)
+        report.progress(f"now {rate:.0f} events a second for {options.seconds:.0f} s")
+        figures = load.sustained(rate, options.seconds)
+    figures |= {"forecast": "every", "offered_events_per_s": rate, "trials": trials}
     river.append(river_rates(sites, options.river_seconds))
     figures["peak_events_per_s"] = peak
     for name in ("snarimax", "holtwinters"):
@@ -156,6 +168,7 @@ class Load:
     def __init__(self, fitted: Any, sites: np.ndarray, address: str, folder: Path, options: argparse.Namespace):
         self.sites, self.address, self.folder, self.options = sites, address, folder, options
         self.produced = 0
+        self._emptied = [0] * options.workers
         fitted.save(folder / "model")
 
     def _run(self, count: int, rate: float) -> list[dict[str, Any]]:
@@ -181,17 +194,40 @@ class Load:
                 while not (self.folder / f"worker-{worker}/ready").exists():
                     time.sleep(0.05)
             sender.start()
-            sender.join()
         for process in processes:
-            process.join()
+            while process.is_alive():
+                process.join(1.0)
+                if rate:
+                    self._make_room()
             if process.exitcode:
                 raise SystemExit(f"a worker ended with status {process.exitcode}")
+        if rate:
+            sender.join()
         return [json.loads((self.folder / f"worker-{w}/notes.json").read_text()) for w in range(workers)]
+
+    def _make_room(self) -> None:
+        """Older forecasts are emptied; their names stay, which the worker looks for at its restart."""
+        for worker in range(self.options.workers):
+            parts = self.folder / f"worker-{worker}/out.parquet"
+            while (parts / f"part-{self._emptied[worker] + PARTS_KEPT:010d}.parquet").exists():
+                os.truncate(parts / f"part-{self._emptied[worker]:010d}.parquet", 0)
+                self._emptied[worker] += 1
 
     def backlog(self) -> float:
         """Events a second with all events waiting; the first row of every stream (their start) is not timed."""
         notes = self._run(6 * self.options.streams, 0.0)
         return sum(note["events_after_start"] / note["seconds_after_start"] for note in notes)
+
+    def find_rate(self, peak: float) -> tuple[float, list[dict[str, float]]]:
+        """The highest of some shares of the peak that is held within `--within`, and all that were tried."""
+        trials: list[dict[str, float]] = []
+        for share in SHARES:
+            found = self.sustained(share * peak, self.options.trial_seconds)
+            trials.append({"offered_events_per_s": share * peak} | {name: found[name] for name in ("events_per_s", "p50_ms", "p99_ms")})
+            report.progress(f"{share:.0%} of the peak: " + ", ".join(f"{name} {value:.0f}" for name, value in trials[-1].items()))
+            if found["p99_ms"] <= self.options.within and found["events_per_s"] >= 0.98 * share * peak:
+                break
+        return share * peak, trials
 
     def sustained(self, rate: float, seconds: float) -> dict[str, Any]:
         import numpy as np
@@ -251,9 +287,6 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
         times.append((now, taken))
         latencies.add(step.latencies_ms)
         lags[0] = max(lags[0], step.lag or 0)
-        if before and len(times) % 20 == 0:  # not in the first phase: its files must be there at the restart
-            for part in sorted((folder / "out.parquet").glob("part-*.parquet"))[:-PARTS_KEPT]:
-                part.unlink()
         if now - told[0] > 1.0:
             told[0] = now
             memory.append(this.memory_info().rss)
@@ -327,11 +360,12 @@ def scores(paths: list[Path], sites: np.ndarray) -> dict[str, float]:
 
     rows = pl.read_parquet([part for path in paths for part in sorted(path.glob("part-*.parquet"))[-PARTS_KEPT:]])
     stream = rows["unique_id"].str.slice(1).cast(pl.Int64).to_numpy()
-    at = (rows["origin"].cast(pl.Int64).to_numpy() // 1_000_000 - START) // 3600 + stream // len(sites)
-    last = sites[stream % len(sites), at]
-    truth = sites[stream % len(sites), at + rows["step"].to_numpy()]
+    first = (rows["origin"].cast(pl.Int64).to_numpy() // 1_000_000 - START) // 3600 + stream // len(sites)
+    site, steps = (stream % len(sites))[:, None], rows["step"].to_numpy()
+    last = sites[site, first[:, None] % sites.shape[1]]
+    truth = sites[site, (first[:, None] + steps) % sites.shape[1]]
     ours, naive = np.abs(rows["q0.5"].to_numpy() - truth).mean(), np.abs(last - truth).mean()
-    return {"mae": float(ours), "mae_last_value": float(naive), "mae_ratio": float(ours / naive), "scored": len(rows)}
+    return {"mae": float(ours), "mae_last_value": float(naive), "mae_ratio": float(ours / naive), "scored": truth.size}
 
 
 def river_rates(sites: np.ndarray, seconds: float) -> dict[str, float]:

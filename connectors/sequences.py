@@ -243,7 +243,7 @@ def _name(source: Source) -> str:
     return str(getattr(source, "name", "stream"))
 
 
-class _Bytes:
+class Bytes:
     """The decompressed bytes of a source, with a look ahead and errors that say where the compression breaks."""
 
     def __init__(self, source: Source) -> None:
@@ -259,6 +259,7 @@ class _Bytes:
         else:
             self._raw = source
         self._stream = _inflate(self._raw, self.name)
+        self.compressed = self._stream is not self._raw and not isinstance(self._stream, io.BufferedReader)
         self._ahead = b""
         self.done = 0  # decompressed bytes handed out
         head = self.peek(6)
@@ -324,7 +325,7 @@ class _Bytes:
             yield from block.decode("utf-8", "replace").splitlines()
 
 
-def _detect(head: bytes, name: str) -> Format | None:
+def detect(head: bytes, name: str) -> Format | None:
     """What the first bytes say; None for an empty file."""
     text = head.lstrip()
     if not text:
@@ -548,10 +549,10 @@ class _NeedMore(Exception):
     """The record at hand may go on in the next block."""
 
 
-def _fastq_file(path: str | Path, stream: _Bytes, policy: _Policy, upper: bool) -> Iterator[list[AnyRecord]]:
+def _fastq_file(path: str | Path, stream: Bytes, policy: _Policy, upper: bool) -> Iterator[list[AnyRecord]]:
     """Batches of reads of a file that can be opened twice: through dnaio while its rules hold, which spares a copy of
     every block; from the first batch on that dnaio or a check refuses, as `_fastq` reads."""
-    state = _FastqState()
+    state = FastqPlace()
     try:
         with open(path, "rb") as raw:
             reads = FastqIter(_inflate(raw, stream.name), SequenceRecord, 2 * BLOCK)  # type: ignore[arg-type]
@@ -570,12 +571,15 @@ def _fastq_file(path: str | Path, stream: _Bytes, policy: _Policy, upper: bool) 
     except (FastqFormatError, EOFError, OSError, ValueError, lzma.LZMAError):
         pass  # `_fastq` meets the same thing and says where
     state.line = 4 * state.number + 1
-    yield from _fastq(_after(stream.blocks(), 4 * state.number), policy, upper, state)
+    yield from _fastq(after_lines(stream.blocks(), 4 * state.number), policy, upper, state)
 
 
-def _after(blocks: Iterable[bytes], lines: int) -> Iterator[bytes]:
-    """Blocks without their first lines."""
+def after_lines(blocks: Iterable[bytes], lines: int) -> Iterator[bytes]:
+    """Blocks without their first lines; an empty block (nothing there yet) is passed on."""
     for block in blocks:
+        if not block:
+            yield block
+            continue
         ends = np.flatnonzero(np.frombuffer(block, np.uint8) == 10) if lines else ()
         if lines and len(ends) < lines:
             lines -= len(ends)
@@ -584,16 +588,18 @@ def _after(blocks: Iterable[bytes], lines: int) -> Iterator[bytes]:
         lines = 0
 
 
-def _fastq(blocks: Iterable[bytes], policy: _Policy, upper: bool, state: _FastqState | None = None) -> Iterator[list[AnyRecord]]:
+def _fastq(blocks: Iterable[bytes], policy: _Policy, upper: bool, state: FastqPlace | None = None) -> Iterator[list[AnyRecord]]:
     """Batches of reads: four-line reads through dnaio, a block at a time; what dnaio refuses, one read at a time."""
-    state = state or _FastqState()
+    state = state or FastqPlace()
     carry = b""
     for block in blocks:
         text = carry + block
         if b"\r" in text:
             text = text.replace(b"\r\n", b"\n")
         cut = _whole_reads(text)
-        batch = None if state.lost else _fastq_regular(text, cut, policy, upper)
+        # Eight lines hold a whole four-line read: where none is seen, the reads are wrapped or damaged.
+        regular = not state.lost and (cut or text.count(b"\n") < 8)
+        batch = _fastq_regular(text, cut, policy, upper) if regular else None
         if batch is not None:
             state.number += len(batch)
             state.line += 4 * len(batch)
@@ -673,8 +679,11 @@ def _checked(batch: list[SequenceRecord], policy: _Policy, upper: bool) -> list[
 
 
 @dataclass
-class _FastqState:
-    """Reads met, the line that the next batch starts at, whether a bad read was left open, an error to raise."""
+class FastqPlace:
+    """Where a reading of FASTQ stands: reads met, the line (from 1) of what comes next, whether a bad read was left open there.
+
+    error: what ended the reading, raised once the reads before it have been handed out.
+    """
 
     number: int = 0
     line: int = 1
@@ -682,8 +691,29 @@ class _FastqState:
     error: SequenceError | None = None
 
 
+class _Told(_Policy):
+    """A policy under which somebody else keeps the bad records."""
+
+    def __init__(self, report: Report, told: Callable[..., None]) -> None:
+        super().__init__(report, True, None)
+        self._told = told
+
+    def bad(self, reason: str, *, record: int, id: bytes | str = "", line: int = 0, text: bytes = b"") -> None:
+        self.report.bad_records += 1
+        self._told(reason, record=record, id=id.decode("utf-8", "replace") if isinstance(id, bytes) else id, line=line, text=text)
+
+
+def fastq_stream(blocks: Iterable[bytes], report: Report, place: FastqPlace, bad: Callable[..., None]) -> Iterator[list[AnyRecord]]:
+    """Reads of FASTQ that comes in blocks cut anywhere, a batch a block (empty where none is whole yet), bases in upper case.
+
+    `place` says where the first block begins, and moves on with every batch: a reading that is begun again at any place it has had
+    gives the same reads. Bad reads go to `bad(reason, record=, id=, line=, text=)`.
+    """
+    return _fastq(blocks, _Told(report, bad), True, place)
+
+
 def _fastq_irregular(
-    lines: list[bytes], policy: _Policy, upper: bool, state: _FastqState, final: bool
+    lines: list[bytes], policy: _Policy, upper: bool, state: FastqPlace, final: bool
 ) -> tuple[list[AnyRecord], list[bytes]]:
     """Reads of any layout -> the whole ones, and the lines that may go on in the next block."""
     batch: list[AnyRecord] = []
@@ -805,7 +835,7 @@ class Feature(NamedTuple):
     bases: bytes
 
 
-def _annotated(stream: _Bytes, kind: str, report: Report) -> Iterator[tuple[int, Any]]:
+def _annotated(stream: Bytes, kind: str, report: Report) -> Iterator[tuple[int, Any]]:
     """Numbered Biopython records; a record that Biopython cannot read ends the file, by name."""
     from Bio import SeqIO
 
@@ -822,7 +852,7 @@ def _annotated(stream: _Bytes, kind: str, report: Report) -> Iterator[tuple[int,
             raise SequenceError(report.file, f"not readable as {kind}: {error}", record=number, last_good=report.last_good) from error
 
 
-def _genbank(stream: _Bytes, kind: str, policy: _Policy) -> Iterator[list[AnyRecord]]:
+def _genbank(stream: Bytes, kind: str, policy: _Policy) -> Iterator[list[AnyRecord]]:
     for number, entry in _annotated(stream, kind, policy.report):
         try:
             bases = bytes(entry.seq)
@@ -842,9 +872,9 @@ def features(source: Source, kinds: Sequence[str] | None = None) -> Iterator[Fea
     """Features of a GenBank or EMBL file, one after another; kinds keeps some ("CDS", "gene")."""
     from Bio.SeqFeature import BeforePosition, ExactPosition
 
-    stream = _Bytes(source)
+    stream = Bytes(source)
     report = Report(stream.name)
-    kind = _detect(stream.peek(4096), stream.name)
+    kind = detect(stream.peek(4096), stream.name)
     if kind not in ("genbank", "embl"):
         raise SequenceError(stream.name, f"has no features: it looks like {kind or 'an empty file'}")
     try:
@@ -1014,7 +1044,7 @@ def intervals(source: Source, bad: Callable[..., None] | None = None) -> Iterato
 
     A line that holds none raises SequenceError, or goes to `bad(reason, record=, line=, text=)` and is passed over.
     """
-    stream = _Bytes(source)
+    stream = Bytes(source)
     report = Report(stream.name)
     last, names, record = "", None, 0
     try:
@@ -1057,7 +1087,7 @@ def intervals(source: Source, bad: Callable[..., None] | None = None) -> Iterato
         stream.close()
 
 
-def _bed(stream: _Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator[list[AnyRecord]]:
+def _bed(stream: Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator[list[AnyRecord]]:
     for number, interval in enumerate(intervals(_as_file(stream), policy.bad), 1):
         if interval.strand == ".":
             policy.report.warn('strand "." is read as "+"')
@@ -1074,7 +1104,7 @@ def _bed(stream: _Bytes, policy: _Policy, genome: Genome, pad: bool) -> Iterator
         yield policy.good([Record(interval.name, bases.decode("ascii"), place=place)])
 
 
-def _as_file(stream: _Bytes) -> IO[bytes]:
+def _as_file(stream: Bytes) -> IO[bytes]:
     raw = io.BufferedReader(_Raw(stream))
     raw.raw.name = stream.name  # type: ignore[attr-defined]
     return raw
@@ -1106,7 +1136,7 @@ def variants(source: Source, genome: Genome, window: int, bad: Callable[..., Non
 
     A line that holds no variant raises SequenceError, or goes to `bad(reason, record=, line=, text=)` and is passed over.
     """
-    stream = _Bytes(source)
+    stream = Bytes(source)
     last, record = "", 0
     try:
         for number, line in enumerate(stream.lines(), 1):
@@ -1152,7 +1182,7 @@ def _variant(genome: Genome, contig: str, position: int, name: str, ref: str, al
     return Variant(contig, position, name, ref, alt, "ok", found, left, reference, alternative, line)
 
 
-def _vcf(stream: _Bytes, policy: _Policy, genome: Genome, window: int) -> Iterator[list[AnyRecord]]:
+def _vcf(stream: Bytes, policy: _Policy, genome: Genome, window: int) -> Iterator[list[AnyRecord]]:
     """The alternative window of every allele, as records: what a classifier would be shown."""
     for number, variant in enumerate(variants(_as_file(stream), genome, window, policy.bad), 1):
         id = f"{variant.contig}:{variant.position + 1}:{variant.ref}>{variant.alt}"
@@ -1171,7 +1201,7 @@ _LABEL_COLUMNS = ("label", "class", "target")
 _ID_COLUMNS = ("id", "name")
 
 
-def _table(stream: _Bytes, policy: _Policy, upper: bool, columns: Sequence[str] | None) -> Iterator[list[AnyRecord]]:
+def _table(stream: Bytes, policy: _Policy, upper: bool, columns: Sequence[str] | None) -> Iterator[list[AnyRecord]]:
     """Rows with a sequence column and, when there is one, label and id columns; fields are stripped of blanks."""
     head = stream.peek(65536).split(b"\n")[0]
     delimiter = "\t" if b"\t" in head else ","
@@ -1288,12 +1318,12 @@ def read(
     Raises:
         SequenceError: the source cannot be opened, is no format this door reads, or holds a bad record.
     """
-    stream = _Bytes(source)
+    stream = Bytes(source)
     report = Report(stream.name)
     if on_bad_record not in ("stop", "skip"):
         raise ValueError(f"on_bad_record '{on_bad_record}' is neither stop nor skip")
     try:
-        found: Format | None = "table" if columns is not None else _detect(stream.peek(65536), stream.name)
+        found: Format | None = "table" if columns is not None else detect(stream.peek(65536), stream.name)
         if format is not None and found is not None and found != format:
             raise SequenceError(stream.name, f"looks like {found.upper()}, expected {format.upper()}", line=1)
         promised = _expected(stream.name)
@@ -1345,12 +1375,12 @@ def pieces(source: Source, size: int) -> Iterator[tuple[str, int, bytes]]:
 
     The bases are upper case. For records that are longer than memory should hold at once.
     """
-    stream = _Bytes(source)
+    stream = Bytes(source)
     policy = _Policy(Report(stream.name, "fasta"), False, None)
     id, start, held, line = "", 0, bytearray(), 1
     number = 0
     try:
-        if _detect(stream.peek(4096), stream.name) not in ("fasta", None):
+        if detect(stream.peek(4096), stream.name) not in ("fasta", None):
             raise SequenceError(stream.name, "pieces are cut from FASTA only", line=1)
         for block in stream.line_blocks():
             for part in _at_headers(block):

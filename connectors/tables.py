@@ -1,8 +1,15 @@
 """Batch tables by URI: read into, and write from, a long polars frame (`unique_id`, `ds`, `y`, covariates).
 
-The form is chosen by the address: `.csv`, `.csv.gz`, `.parquet`, a folder or glob of Parquet files,
-`delta://PATH` (or a folder with `_delta_log`), `postgresql://...#TABLE`, and `s3://...` for Parquet and CSV.
-Writes to local files are atomic: a temporary file in the same folder, fsync, rename.
+The form is chosen by the address:
+
+    sales.csv  sales.csv.gz  sales.parquet       local files; a folder or a glob of Parquet files
+    s3://BUCKET/sales.parquet                    an S3-compatible object store: .parquet, .csv, globs, a folder ending in /
+    delta://FOLDER  delta+s3://BUCKET/FOLDER     a Delta table; ?version=3 reads an older one
+    postgresql://HOST[:PORT]/DATABASE#TABLE      a PostgreSQL table, or #SELECT ... to read a query
+
+Writes are atomic: local files by rename, object stores by the one request that ends an upload, Delta and PostgreSQL by a transaction.
+No address holds a secret, because addresses end in logs, run records and process lists. PostgreSQL takes the password from
+PGPASSWORD or ~/.pgpass, object stores from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and so on.
 """
 
 from __future__ import annotations
@@ -14,12 +21,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 import polars as pl
+from filelock import FileLock
 
 from connectors.errors import UserError
 
 CSV_SUFFIXES = (".csv", ".csv.gz")
+POSTGRES = ("postgresql://", "postgres://")
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ def read(
     Raises UserError for a missing file, a missing column (it names those that exist), no rows, or an unreadable file.
     """
     text = os.fspath(uri)
+    refuse_secrets(text)
     try:
         frame = _scan(text, dict(storage_options or {}), csv)
     except UserError:
@@ -82,36 +93,172 @@ def write(
     frame: pl.DataFrame | Iterable[pl.DataFrame],
     uri: str | os.PathLike[str],
     *,
+    replacing: Mapping[str, str] | None = None,
     storage_options: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a table, replacing what was there; on local files a reader sees the old table or the new one, never a part.
+    """Write a table, replacing what was there; a reader sees the old table or the new one, never a part.
 
-    Many frames of one schema are one table. A local Parquet file takes them one after another, a row group each, so that
-    the table need not fit into memory; any other form is put together first. PostgreSQL tables are replaced in one
-    transaction. Raises UserError for an address of unknown form.
+    replacing: column and value, which all rows to be written have; only older rows that have them too are replaced, so that a run that is
+    repeated replaces its own rows. (Not on an object store: there a Delta table can.) Many frames of one schema are one table; local
+    Parquet files and PostgreSQL take them one after another, so that the table need not fit into memory. A PostgreSQL table that exists
+    keeps its types, indexes and rights, and must have the columns to be written. Raises UserError for an address of unknown form.
     """
     text, options = os.fspath(uri), dict(storage_options or {})
-    if not isinstance(frame, pl.DataFrame):
-        if "://" not in text and text.endswith(".parquet"):
-            _write_file(Path(text), lambda path: _row_groups(frame, path))
-            return
-        frame = pl.concat(frame)
-    if text.startswith(("postgresql://", "postgres://")):
-        address, table = _postgres(text)
-        frame.write_database(table, address, engine="adbc", if_table_exists="replace")
-    elif text.startswith("delta://"):
-        frame.write_delta(text.removeprefix("delta://"), mode="overwrite", storage_options=options or None)
-    elif text.startswith("s3://"):
-        if not text.endswith(".parquet"):
-            raise UserError(f"cannot write '{text}': on object stores use a name that ends in .parquet")
-        frame.write_parquet(text, storage_options=options)
-    elif text.endswith(CSV_SUFFIXES):
-        compression: Any = "gzip" if text.endswith(".gz") else "uncompressed"
-        _write_file(Path(text), lambda path: frame.write_csv(path, compression=compression, check_extension=False))
-    elif text.endswith(".parquet"):
-        _write_file(Path(text), frame.write_parquet)
+    where = dict(replacing or {})
+    refuse_secrets(text)
+    try:
+        if text.startswith(POSTGRES):
+            _write_postgres(_frames(frame), *_postgres(text), where)
+        elif text.startswith(("delta://", "delta+s3://")):
+            _write_delta(_whole(frame), text, where, options)
+        elif text.startswith("s3://"):
+            _write_object(_whole(frame), text, where, options)
+        elif text.endswith((*CSV_SUFFIXES, ".parquet")) and "://" not in text:
+            _write_local(frame, Path(text), where)
+        else:
+            raise UserError(f"cannot write '{text}': use .csv, .csv.gz, .parquet, delta://, postgresql:// or s3://")
+    except UserError:
+        raise
+    except Exception as error:
+        if "://" not in text:
+            raise
+        raise UserError(f"cannot write '{text}': {_first_line(error)}") from error
+
+
+def _frames(frame: pl.DataFrame | Iterable[pl.DataFrame]) -> Iterable[pl.DataFrame]:
+    return [frame] if isinstance(frame, pl.DataFrame) else frame
+
+
+def _whole(frame: pl.DataFrame | Iterable[pl.DataFrame]) -> pl.DataFrame:
+    return frame if isinstance(frame, pl.DataFrame) else pl.concat(frame)
+
+
+def _write_local(frame: pl.DataFrame | Iterable[pl.DataFrame], path: Path, where: Mapping[str, str]) -> None:
+    if where:
+        with FileLock(f"{path}.lock"):
+            if path.exists():
+                new = _whole(frame)
+                old = read(path)
+                if path.suffix != ".parquet":  # a date that a CSV file spells is compared as it is spelt
+                    old = old.with_columns(pl.read_csv(path, columns=list(where), infer_schema=False))
+                if set(old.columns) != set(new.columns):
+                    raise UserError(_other_columns(str(path), old.columns, new.columns))
+                mine = pl.all_horizontal(pl.col(column).cast(pl.String) == value for column, value in where.items())
+                # Rows of other values first to last, whatever the order of the runs.
+                old = old.with_columns(pl.col(column).cast(pl.String) for column in where).filter(~mine)
+                frame = pl.concat([old, new.select(old.columns).cast(old.schema)]).sort(list(where), maintain_order=True)
+            _write_local(frame, path, {})
+        return
+    if path.suffix == ".parquet":
+        if isinstance(frame, pl.DataFrame):
+            _write_file(path, frame.write_parquet)
+        else:
+            _write_file(path, lambda name: _row_groups(frame, name))
+        return
+    whole = _whole(frame)
+    compression: Any = "gzip" if path.suffix == ".gz" else "uncompressed"
+    _write_file(path, lambda name: whole.write_csv(name, compression=compression, check_extension=False))
+
+
+def _write_object(frame: pl.DataFrame, text: str, where: Mapping[str, str], options: Mapping[str, str]) -> None:
+    if where:
+        raise UserError(f"'{text}' is one object, of which no part can be replaced: put {{as_of}} into the address, or use delta+s3://")
+    settings = _object_options(options)
+    if text.endswith(".parquet"):
+        frame.write_parquet(text, storage_options=settings)
+    elif text.endswith(".csv"):
+        frame.lazy().sink_csv(text, storage_options=settings)
     else:
-        raise UserError(f"cannot write '{text}': use .csv, .csv.gz, .parquet, delta://, postgresql:// or s3://")
+        raise UserError(f"cannot write '{text}': on object stores use a name that ends in .parquet or .csv")
+
+
+def _write_delta(frame: pl.DataFrame, text: str, where: Mapping[str, str], options: Mapping[str, str]) -> None:
+    place, version = _delta(text)
+    if version is not None:
+        raise UserError(f"cannot write '{text}': an older version of a table stays as it is; leave ?version out")
+    more: dict[str, Any] = {}
+    if where and _is_delta(place, options):
+        quoted = (f"{column} = '{value.replace(chr(39), chr(39) * 2)}'" for column, value in where.items())
+        more["delta_write_options"] = {"predicate": " AND ".join(quoted)}
+    frame.write_delta(place, mode="overwrite", storage_options=_object_options(options) if "://" in place else None, **more)
+
+
+def _is_delta(place: str, options: Mapping[str, str]) -> bool:
+    from deltalake import DeltaTable
+
+    return bool(DeltaTable.is_deltatable(place, _object_options(options) if "://" in place else None))
+
+
+def _write_postgres(frames: Iterable[pl.DataFrame], address: str, table: str, where: Mapping[str, str]) -> None:
+    """One transaction: readers see the old rows until it is over, and for ever where it fails."""
+    if _is_query(table):
+        raise UserError("a query can be read, not written: name a table after the '#'")
+    schema, _, name = table.rpartition(".")
+    with _connect(address) as connection, connection.cursor() as cursor:
+        present = _columns(cursor, table)
+        for number, frame in enumerate(frames):
+            if present is not None and set(present) != set(frame.columns):
+                raise UserError(_other_columns(f"table {table}", present, frame.columns))
+            if number == 0 and present is not None:
+                # Two runs at once would both delete, and then both insert. Whoever reads the table goes on reading the old rows.
+                cursor.execute(f"LOCK TABLE {_quoted(table)} IN SHARE ROW EXCLUSIVE MODE")
+                clause = " AND ".join(f"{_quoted(column)}::text = ${i}" for i, column in enumerate(where, start=1))
+                cursor.execute(f"DELETE FROM {_quoted(table)}" + (f" WHERE {clause}" if where else ""), list(where.values()) or None)
+            cursor.adbc_ingest(
+                name, frame.to_arrow(), mode="create" if present is None and number == 0 else "append", db_schema_name=schema or None
+            )
+        connection.commit()
+
+
+def _read_postgres(address: str, table: str) -> pl.DataFrame:
+    query = table if _is_query(table) else f"SELECT * FROM {_quoted(table)}"
+    with _connect(address) as connection, connection.cursor() as cursor:
+        cursor.execute(query)
+        found = pl.from_arrow(cursor.fetch_arrow_table())
+    assert isinstance(found, pl.DataFrame)
+    return found
+
+
+def _connect(address: str) -> Any:
+    try:
+        from adbc_driver_postgresql import dbapi
+    except ModuleNotFoundError:
+        raise UserError("PostgreSQL needs its driver: pip install 'tethys-streams[postgres]'") from None
+    return dbapi.connect(address)
+
+
+def _columns(cursor: Any, table: str) -> list[str] | None:
+    """Names of the columns of a table; None where there is none."""
+    cursor.execute("SELECT attname FROM pg_attribute WHERE attrelid = to_regclass($1) AND attnum > 0 AND NOT attisdropped", [_quoted(table)])
+    return [name for (name,) in cursor.fetchall()] or None
+
+
+def _quoted(table: str) -> str:
+    return ".".join('"' + part.replace('"', '""') + '"' for part in table.split("."))
+
+
+def _is_query(table: str) -> bool:
+    return table.lstrip().lower().startswith(("select ", "with "))
+
+
+def _other_columns(what: str, present: Iterable[str], wanted: Iterable[str]) -> str:
+    here, there = sorted(set(present) - set(wanted)), sorted(set(wanted) - set(present))
+    told = [f"it has {_names(here)} beside" if here else "", f"it lacks {_names(there)}" if there else ""]
+    return f"{what} has other columns ({'; '.join(t for t in told if t)}): write to another one, or remove it first"
+
+
+def refuse_secrets(uri: str) -> None:
+    """Raises UserError, which does not show it, for an address with a password: it would end in logs and run records."""
+    try:
+        parts = urlsplit(uri.partition("#")[0])
+        secret = parts.password is not None or any("pass" in name.lower() or "secret" in name.lower() for name, _ in parse_qsl(parts.query))
+    except ValueError:
+        raise UserError("the address of a table cannot be read: write SCHEME://[USER@]HOST[:PORT]/PATH, with a number for the port") from None
+    if "://" in uri and secret:
+        raise UserError(
+            f"the address {parts.scheme}://... must not hold a password, because addresses end in logs: set PGPASSWORD or use ~/.pgpass for "
+            "PostgreSQL, and AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for an object store"
+        )
 
 
 def write_text(text: str, path: Path) -> None:
@@ -137,17 +284,17 @@ def _row_groups(frames: Iterable[pl.DataFrame], path: str) -> None:
 
 
 def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.DataFrame:
-    if text.startswith(("postgresql://", "postgres://")):
-        address, table = _postgres(text)
-        quoted = ".".join('"' + part.replace('"', '""') + '"' for part in table.split("."))
-        return pl.read_database_uri(f"SELECT * FROM {quoted}", address, engine="adbc")
-    if text.startswith("delta://"):
-        return pl.read_delta(text.removeprefix("delta://"), storage_options=options or None)
+    if text.startswith(POSTGRES):
+        return _read_postgres(*_postgres(text))
+    if text.startswith(("delta://", "delta+s3://")):
+        place, version = _delta(text)
+        return pl.read_delta(place, version=version, storage_options=_object_options(options) if "://" in place else None)
     if text.startswith("s3://"):
+        settings = _object_options(options)
         if text.endswith(CSV_SUFFIXES):
-            scan = pl.scan_csv(text, infer_schema=False, storage_options=options, **_dialect(csv))
-            return _typed(scan.collect(), csv or CsvForm())
-        return pl.scan_parquet(text, storage_options=options).collect()
+            scan = pl.scan_csv(text, infer_schema=False, storage_options=settings, **_dialect(csv))
+            return _typed(scan.collect(engine="in-memory"), csv or CsvForm())
+        return pl.scan_parquet(text, storage_options=settings, hive_partitioning=text.endswith("/") or None).collect(engine="in-memory")
     path = Path(text)
     if path.is_dir():
         if (path / "_delta_log").is_dir():
@@ -269,10 +416,28 @@ def sync_folder(folder: Path) -> None:
 
 
 def _postgres(text: str) -> tuple[str, str]:
-    address, mark, table = text.rpartition("#")
-    if not mark or not table:
-        raise UserError(f"name the table after a '#': {text}#my_table")
+    """Address and table (or query)."""
+    address, mark, table = text.partition("#")
+    if not mark or not table.strip():
+        raise UserError(f"name the table after a '#': {address}#my_table")
     return address, table
+
+
+def _delta(text: str) -> tuple[str, int | None]:
+    """Folder or s3:// address, and the version asked for."""
+    place, _, query = text.removeprefix("delta+").removeprefix("delta://").partition("?")
+    if not query:
+        return place, None
+    name, _, version = query.partition("=")
+    if name != "version" or not version.isdigit():
+        raise UserError(f"cannot read '{text}': write ?version=N after the address of a Delta table, or nothing")
+    return place, int(version)
+
+
+def _object_options(given: Mapping[str, str]) -> dict[str, str]:
+    """What an object store is to be told beside the environment, which its client reads itself."""
+    plain = os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://")
+    return {**({"aws_allow_http": "true"} if plain else {}), **given}
 
 
 def _names(names: Any) -> str:

@@ -18,9 +18,12 @@ from typing import Annotated, Any
 import typer
 
 from connectors.errors import UserError
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import commands as forecasting
 from pipelines.genomics import commands as genomics
+from pipelines.language import commands as language
+from pipelines.registry import commands as registry
+from pipelines.serving import commands as serving
 
 app = typer.Typer(
     name="tethys",
@@ -29,13 +32,15 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-models = typer.Typer(help="The registered models.", no_args_is_help=True)
-app.add_typer(models, name="models")
+app.add_typer(registry.models, name="models")
+app.command(epilog="Example: tethys serve --model-name sales --port 8080")(serving.serve)
 app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
+app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
+app.add_typer(language.app, name="lm")
 
 
 class Executor(StrEnum):
@@ -48,14 +53,6 @@ class Block(StrEnum):
     mac = "mac"
     mag = "mag"
     mal = "mal"
-
-
-class CalendarName(StrEnum):
-    hour = "hour"
-    weekday = "weekday"
-    monthday = "monthday"
-    month = "month"
-    year = "year"
 
 
 Data = Annotated[
@@ -83,7 +80,9 @@ TrackingUri = Annotated[
 FutureCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known ahead (price, promotion); repeatable.")]
 HistoricCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known once it happened; repeatable.")]
 StaticCovariate = Annotated[list[str] | None, typer.Option(help="Column with one value a series; repeatable.")]
-CalendarFeature = Annotated[list[CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")]
+CalendarFeature = Annotated[
+    list[forecasting.CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")
+]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
@@ -123,10 +122,16 @@ def train(
     blocks: Annotated[
         list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
     ] = None,
+    outcomes: Annotated[
+        bool, typer.Option("--outcomes", help="An outcome memory: streams correct themselves from past errors. Kept only where it helps.")
+    ] = False,
     future_covariate: FutureCovariate = None,
     historic_covariate: HistoricCovariate = None,
     static_covariate: StaticCovariate = None,
     calendar: CalendarFeature = None,
+    params: Annotated[
+        Path | None, typer.Option(help="YAML file of parameters, as tethys tune writes it; they come before the options.")
+    ] = None,
     as_json: Json = False,
     reading: Any = None,
 ) -> None:
@@ -148,11 +153,13 @@ def train(
         seed=seed,
         output=output,
         blocks=tuple(block.value for block in blocks or ()),
+        outcomes=outcomes,
         reading=reading,
         future=tuple(future_covariate or ()),
         historic=tuple(historic_covariate or ()),
         static=tuple(static_covariate or ()),
         calendar=tuple(feature.value for feature in calendar or ()),
+        parameters=None if params is None else forecasting.read_params(params),
     )
     _show(result, as_json)
 
@@ -166,7 +173,7 @@ def backtest(
     target_column: TargetColumn = "y",
     frequency: Frequency = None,
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     origins: Annotated[
         int, typer.Option(min=1, help="Forecasts of each series, one horizon apart, the last one at its end.")
     ] = 4,
@@ -210,7 +217,7 @@ def forecast(
         int | None, typer.Option(min=1, help="Steps to forecast; the model's own horizon when not given.")
     ] = None,
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[
         str, typer.Option(help="Table to write: .parquet, .csv or a URI; replaced as a whole.")
@@ -247,7 +254,7 @@ def missing_future(
     time_column: TimeColumn = "ds",
     target_column: TargetColumn = "y",
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[str | None, typer.Option(help="Table to write the rows to, to be filled in; shown when not given.")] = None,
     as_json: Json = False,
@@ -306,7 +313,7 @@ def stream(
         str, typer.Option(help="Column of event ids, where there is one; repeats are dropped.")
     ] = "event_id",
     model_name: ModelName = "forecaster",
-    version: Version = DEFAULT_ALIAS,
+    version: Version = DEFAULT_VERSION,
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     follow: Annotated[bool, typer.Option("--follow", help="Go on when the present end is reached, until a signal.")] = False,
     grace: Annotated[
@@ -317,8 +324,11 @@ def stream(
     ] = "reject",
     max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many lines.")] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics, /healthz and /readyz on this port of 127.0.0.1.")
+        int | None, typer.Option(help="Serve /metrics, /healthz, /readyz and /forecast?unique_id=NAME on this port of 127.0.0.1.")
     ] = None,
+    forecast: Annotated[
+        str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")
+    ] = "every",
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -342,6 +352,7 @@ def stream(
         metrics_port=metrics_port,
         progress=sys.stderr.isatty(),
         history=history,
+        forecast=forecast,
         covariates=covariates,
     )
     _show(result, as_json)
@@ -393,46 +404,6 @@ def streams_export(
     from pipelines.streaming import inspect
 
     typer.echo(str(inspect.export(checkpoint, name, output)))
-
-
-@models.command("list", epilog="Example: tethys models list --json")
-def models_list(tracking_uri: TrackingUri = DEFAULT_TRACKING_URI, as_json: Json = False) -> None:
-    """Every registered model, its latest version and its aliases."""
-    from pipelines import tracking
-
-    found = tracking.list_models(tracking_uri)
-    if as_json:
-        _print_json(found)
-    else:
-        _print_table(
-            [
-                {**m, "aliases": ", ".join(f"{alias} -> {version}" for alias, version in m["aliases"].items())}
-                for m in found
-            ]
-        )
-
-
-@models.command("show", epilog="Example: tethys models show sales")
-def models_show(
-    name: Annotated[str, typer.Argument(help="Name of the model.")],
-    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
-    as_json: Json = False,
-) -> None:
-    """Every version of a model, newest first, with its metrics."""
-    from datetime import UTC, datetime
-
-    from pipelines import tracking
-
-    versions = tracking.show_model(name, tracking_uri)
-    if as_json:
-        _print_json(versions)
-        return
-    for v in versions:
-        created = datetime.fromtimestamp(v["created_ms"] / 1000, UTC).strftime("%Y-%m-%d %H:%M UTC")
-        aliases = f"  {', '.join(v['aliases'])}" if v["aliases"] else ""
-        typer.echo(f"version {v['version']}{aliases}  {created}  run {v['run_id']}")
-        for metric, value in v["metrics"].items():
-            typer.echo(f"    {metric:<12} {_cell(value)}")
 
 
 @app.command(epilog="Example: tethys doctor")

@@ -9,13 +9,24 @@ code in one process would both run the first one's.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import json
 import logging
 import os
+import platform
+import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+import urllib.error
+import urllib.parse
+import urllib.request
 import warnings
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,8 +47,8 @@ except importlib.metadata.PackageNotFoundError:
 os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 # A server that does not answer is said so in seconds; MLflow's own default is many minutes.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 os.environ.setdefault(
     "MLFLOW_MODEL_CATALOG_URI", ""
@@ -46,7 +57,7 @@ os.environ.setdefault(
 import mlflow
 import mlflow.db
 from mlflow.data.polars_dataset import from_polars
-from mlflow.entities import Metric
+from mlflow.entities import Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
@@ -57,7 +68,14 @@ if TYPE_CHECKING:
 EXPERIMENT = "tethys"
 # MLflow refuses larger batches.
 _METRICS_A_BATCH = 1000
+# Long enough for a server at work, short enough for a person who waits.
+_REACH_SECONDS = 3.0
+# Metrics of a live stream that wait for a store that is away; beyond this the oldest go.
+_METRICS_KEPT = 100_000
 _SQLITE = "sqlite:///"
+# A column of the registry's tables holds no more.
+_DESCRIPTION_CHARACTERS = 5000
+TRAINED_UNTIL = "trained_until"
 
 # They announce every table and every check that they make.
 for _chatty in ("alembic", "mlflow.store.db.utils", "mlflow.pyfunc"):
@@ -70,6 +88,7 @@ class Store:
 
     uri: str
     experiment_id: str
+    """Of the experiment `tethys`; runs on other machines (Ray workers) are begun with both, never with a global setting."""
 
     @property
     def client(self) -> MlflowClient:
@@ -125,6 +144,19 @@ class Run:
 
 
 @dataclass(frozen=True)
+class Version:
+    """A version of a registered model as the registry knows it."""
+
+    name: str
+    number: int
+    aliases: tuple[str, ...]
+    run_id: str
+    created_ms: int
+    tags: dict[str, str]
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
 class RegisteredForecaster:
     """A version of a model in the registry, with its files on this machine."""
 
@@ -145,7 +177,9 @@ def open_store(uri: str = DEFAULT_TRACKING_URI, experiment: str = EXPERIMENT) ->
     belongs to another release.
     """
     if not _is_sqlite(uri):
-        return Store(uri, _experiment(_client(uri), experiment, None))
+        _reach(uri)
+        with _said_in_a_line(uri):
+            return Store(uri, _experiment(_client(uri), experiment, None))
     path = _sqlite_path(uri)
     uri = f"{_SQLITE}{path}"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,21 +201,171 @@ def run(
 ) -> Iterator[Run]:
     """A run that ends with the block: FINISHED, or FAILED where the block raises. With `parent` it is a child of that run.
 
-    Under `mlflow run` (which sets MLFLOW_RUN_ID) it is the run that MLflow began for the project.
+    It carries the version of the code as tags and, unless it is a child, the environment as an artifact. Under `mlflow run` (which sets
+    MLFLOW_RUN_ID) it is the run that MLflow began for the project. Raises UserError where the store does not answer.
     """
+    _reach(store.uri)
     mlflow.set_tracking_uri(store.uri)
     mlflow.set_registry_uri(store.uri)
-    with mlflow.start_run(
-        experiment_id=store.experiment_id,
-        run_name=name,
-        tags=dict(tags or {}),
-        nested=parent is not None,
-        parent_run_id=None if parent is None else parent.id,
-    ) as active:
+    with (
+        _said_in_a_line(store.uri),
+        mlflow.start_run(
+            experiment_id=store.experiment_id,
+            run_name=name,
+            tags={**_code_version(), **(tags or {})},
+            nested=parent is not None,
+            parent_run_id=None if parent is None else parent.id,
+        ) as active,
+    ):
         started = Run(store, active.info.run_id, active.info.experiment_id)
         if params:
             started.log_params(params)
+        if parent is None:
+            started.log_json(environment(), "environment.json")
         yield started
+
+
+def begin(
+    store: Store,
+    name: str,
+    *,
+    params: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+    parent: Run | None = None,
+) -> Run:
+    """A run that stays open beside others until `end`: for work that overlaps. With `parent` it is a child of that run."""
+    marks = {**dict(tags or {}), **({} if parent is None else {"mlflow.parentRunId": parent.id})}
+    made = store.client.create_run(store.experiment_id, run_name=name, tags=marks)
+    store.client.log_batch(made.info.run_id, params=[Param(k, str(v)) for k, v in (params or {}).items() if v is not None])
+    return Run(store, made.info.run_id, made.info.experiment_id)
+
+
+def end(run: Run, status: str = "FINISHED", tags: Mapping[str, str] | None = None) -> None:
+    """FINISHED, FAILED or KILLED."""
+    for key, value in (tags or {}).items():
+        run.store.client.set_tag(run.id, key, value)
+    run.store.client.set_terminated(run.id, status)
+
+
+def reopen(store: Store, run_id: str) -> Run | None:
+    """A run that `begin` made, open again; its children that never ended are KILLED. None where the store does not hold it."""
+    client = store.client
+    try:
+        found = client.get_run(run_id)
+    except MlflowException:
+        return None
+    left = client.search_runs([store.experiment_id], f"tags.`mlflow.parentRunId` = '{run_id}' and attributes.status = 'RUNNING'")
+    for child in left:
+        client.set_terminated(child.info.run_id, "KILLED")
+    client.update_run(run_id, "RUNNING")
+    return Run(store, run_id, found.info.experiment_id)
+
+
+class LiveRun:
+    """The run of a job that must go on while the store is away: metrics wait here and are sent in the background.
+
+    Nothing here blocks the job or raises into it. A store that cannot be reached is said once on standard error; what waits arrives when it
+    is back, with the times at which it was measured. At most 100,000 figures wait.
+    """
+
+    def __init__(self, uri: str, name: str, *, params: Mapping[str, Any], every: float = 10.0):
+        self._uri, self._name, self._params, self._every = uri, name, params, every
+        self._waiting: deque[Metric] = deque(maxlen=_METRICS_KEPT)
+        self._run: Run | None = None
+        self._away = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
+        self._due = 0.0
+
+    def __enter__(self) -> LiveRun:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits for at most half a minute; what could not be sent by then is lost, and said."""
+        self._stop.set()
+        self._thread.join(30.0)
+        if self._waiting:
+            print(f"{len(self._waiting)} figures were not sent: the tracking store {self._uri} is away", file=sys.stderr)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def due(self) -> bool:
+        """A summary is wanted now: callers make one every `every` seconds, not for every batch."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + self._every
+        return True
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        now = int(time.time() * 1000)
+        self._waiting.extend(Metric(key, float(value), now, step) for key, value in metrics.items())
+
+    def _work(self) -> None:
+        while not self._stop.wait(self._every):
+            self._send()
+        self._send()
+        if self._run is not None and not self._away:
+            with contextlib.suppress(MlflowException):
+                self._run.store.client.set_terminated(self._run.id, "FINISHED")
+
+    def _send(self) -> None:
+        batch: list[Metric] = []
+        try:
+            _reach(self._uri)
+            if self._run is None:
+                self._run = self._begin()
+            while self._waiting:
+                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _METRICS_A_BATCH))]
+                self._run.store.client.log_batch(self._run.id, metrics=batch)
+                batch = []
+            self._away = False
+        except (MlflowException, UserError, OSError) as error:
+            self._waiting.extendleft(reversed(batch))
+            if not self._away:
+                print(f"tracking: {' '.join(str(error).split())[:300]}; the job goes on, figures are sent later", file=sys.stderr)
+            self._away = True
+
+    def _begin(self) -> Run:
+        store = open_store(self._uri)
+        tags = {**_code_version(), "mlflow.runName": self._name}
+        begun = store.client.create_run(store.experiment_id, tags=tags)
+        run = Run(store, begun.info.run_id, store.experiment_id)
+        params = [Param(key, str(value)) for key, value in self._params.items() if value is not None]
+        store.client.log_batch(run.id, params=params)
+        store.client.log_dict(run.id, environment(), "environment.json")
+        return run
+
+
+def environment() -> dict[str, Any]:
+    """What a figure may depend on beside the code: Python, machine, and the versions of the numeric libraries."""
+    names = ("tethys-streams", "torch", "numpy", "polars", "pyarrow", "ray", "mlflow", "scikit-learn", "safetensors")
+    versions = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "packages": versions,
+    }
+
+
+@functools.cache
+def _code_version() -> dict[str, str]:
+    """Tags: the commit of a checkout (`+`: with changes), else the version of the installed package."""
+    root = Path(__file__).resolve().parent.parent
+    if (root / ".git").exists():
+        words = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=10)
+            return {"code_version": found.stdout.strip()}
+    return {"code_version": _requirement()}
 
 
 def register_forecaster(
@@ -195,12 +379,16 @@ def register_forecaster(
     output_example: pl.DataFrame,
     params: Mapping[str, Any],
     metrics: Mapping[str, float] | None = None,
+    card: str | None = None,
+    trained_until: str | None = None,
 ) -> RegisteredForecaster:
     """Logs the weights (safetensors) and the configuration as a model of the run, registers it as a new version and
     moves the alias to it.
 
     The two examples are a long frame as it goes in (`unique_id, ds, y`; `ds` in ISO 8601, UTC where no offset stands) and the
-    forecast of it; with `params` (`h`, `quantiles`: the defaults at prediction) they make the signature.
+    forecast of it; with `params` (`h`, `quantiles`: the defaults at prediction) they make the signature. `card`: the model card in
+    Markdown, kept beside the weights and shown as the description. `trained_until`: the stamp of the last row that training or selection
+    saw; the promotion gate judges on later rows only.
     """
     import polars.selectors as cs
 
@@ -211,10 +399,15 @@ def register_forecaster(
     with tempfile.TemporaryDirectory() as folder:
         config_path = Path(folder) / "config.json"
         config_path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        artifacts = {"weights": str(weights), "config": str(config_path)}
+        if card is not None:
+            card_path = Path(folder) / "model_card.md"
+            card_path.write_text(card)
+            artifacts["card"] = str(card_path)
         info = mlflow.pyfunc.log_model(
             name="forecaster",
             python_model=str(entry),
-            artifacts={"weights": str(weights), "config": str(config_path)},
+            artifacts=artifacts,
             signature=signature,
             input_example=(inputs, dict(params)),
             # The project itself, in the environment that loads the model: no code is copied into the version.
@@ -223,7 +416,10 @@ def register_forecaster(
     client = run.store.client
     if metrics:
         mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
-    version = mlflow.register_model(f"models:/{info.model_id}", name)
+    tags = {} if trained_until is None else {TRAINED_UNTIL: trained_until}
+    version = mlflow.register_model(f"models:/{info.model_id}", name, tags=tags)
+    if card is not None:
+        client.update_model_version(name, version.version, description=card[:_DESCRIPTION_CHARACTERS])
     if alias is not None:
         client.set_registered_model_alias(name, alias, version.version)
     return load_model(name, version.version, run.store.uri)
@@ -308,22 +504,64 @@ def list_models(tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]
     ]
 
 
-def show_model(name: str, tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]]:
-    """One entry a version of a model, newest first: version, aliases, run, time and the metrics of the model."""
+def show_model(name: str, tracking_uri: str = DEFAULT_TRACKING_URI) -> list[Version]:
+    """Every version of a model, newest first."""
     client = _existing(tracking_uri)
     _require_model(client, name, tracking_uri)
-    versions = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: -int(v.version))
     aliases = _aliases(client, name)
-    return [
-        {
-            "version": int(v.version),
-            "aliases": sorted(alias for alias, version in aliases.items() if version == int(v.version)),
-            "run_id": v.run_id,
-            "created_ms": v.creation_timestamp,
-            "metrics": {m.key: m.value for m in client.get_logged_model(_model_id(v)).metrics or []},
-        }
-        for v in versions
-    ]
+    versions = sorted(client.search_model_versions(f"name = '{name}'"), key=lambda v: -int(v.version))
+    return [_version(client, v, aliases) for v in versions]
+
+
+def find_version(name: str, version: str | int, tracking_uri: str = DEFAULT_TRACKING_URI) -> Version | None:
+    """A version by number or alias; None for an alias that nothing has. UserError for an unknown store, model or number."""
+    client = _existing(tracking_uri)
+    _require_model(client, name, tracking_uri)
+    aliases = _aliases(client, name)
+    if not str(version).isdigit() and version not in aliases:
+        return None
+    return _version(client, _find_version(client, name, str(version), tracking_uri), aliases)
+
+
+def tag_version(name: str, version: int, tags: Mapping[str, Any], tracking_uri: str = DEFAULT_TRACKING_URI) -> None:
+    client = _existing(tracking_uri)
+    for key, value in tags.items():
+        client.set_model_version_tag(name, str(version), key, str(value))
+
+
+def move_alias(
+    name: str, alias: str, version: int, entry: Mapping[str, Any], tracking_uri: str = DEFAULT_TRACKING_URI
+) -> None:
+    """Point an alias at a version and write `entry` (who, when, why) into the model's history of that alias, newest last.
+
+    MLflow keeps no history of aliases. As many entries are kept as fit into one tag of the registry.
+    """
+    client = _existing(tracking_uri)
+    client.set_registered_model_alias(name, alias, str(version))
+    entries = [*alias_history(name, alias, tracking_uri), {"version": version, **entry}]
+    while len(json.dumps(entries)) > _DESCRIPTION_CHARACTERS:
+        entries.pop(0)
+    client.set_registered_model_tag(name, f"{alias}.history", json.dumps(entries))
+
+
+def alias_history(name: str, alias: str, tracking_uri: str = DEFAULT_TRACKING_URI) -> list[dict[str, Any]]:
+    """What `move_alias` wrote, oldest first."""
+    tags = _existing(tracking_uri).get_registered_model(name).tags
+    found: list[dict[str, Any]] = json.loads(tags.get(f"{alias}.history", "[]"))
+    return found
+
+
+def _version(client: MlflowClient, found: Any, aliases: Mapping[str, int]) -> Version:
+    number = int(found.version)
+    return Version(
+        name=found.name,
+        number=number,
+        aliases=tuple(sorted(alias for alias, version in aliases.items() if version == number)),
+        run_id=found.run_id or "",
+        created_ms=found.creation_timestamp,
+        tags=dict(found.tags or {}),
+        metrics={m.key: m.value for m in client.get_logged_model(_model_id(found)).metrics or []},
+    )
 
 
 def _make_schema(path: Path) -> None:
@@ -352,10 +590,56 @@ def _client(uri: str) -> MlflowClient:
         ) from None
 
 
+def _reach(uri: str) -> None:
+    """Raises UserError where the server of a store does not answer within seconds; says nothing of files and unknown schemes."""
+    parts = urllib.parse.urlsplit(uri)
+    if parts.scheme in ("http", "https"):
+        try:
+            with urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=_REACH_SECONDS):
+                return
+        except urllib.error.HTTPError:
+            return  # it answers; what it says of the request that matters is told by that request
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+    elif parts.scheme.startswith(("postgresql", "mysql", "mssql")) and parts.hostname:
+        try:
+            socket.create_connection((parts.hostname, parts.port or 5432), _REACH_SECONDS).close()
+            return
+        except OSError as error:
+            reason = error
+    else:
+        return
+    raise UserError(
+        f"the tracking store {_without_password(parts)} does not answer ({reason}): start it, or name another with --tracking-uri"
+    )
+
+
+def _without_password(parts: urllib.parse.SplitResult) -> str:
+    place = parts.netloc.rpartition("@")[2]
+    return parts._replace(netloc=place).geturl()
+
+
+@contextmanager
+def _said_in_a_line(uri: str) -> Iterator[None]:
+    """A store that stops answering, or refuses, is a line for a person and not a traceback."""
+    try:
+        yield
+    except MlflowException as error:
+        if not _is_sqlite(uri):
+            text = " ".join(str(error).split())[:300]
+            raise UserError(f"the tracking store {_without_password(urllib.parse.urlsplit(uri))} failed: {text}") from error
+        raise
+
+
 def _experiment(client: MlflowClient, name: str, artifacts: str | None) -> str:
     existing = client.get_experiment_by_name(name)
     if existing is None:
-        return str(client.create_experiment(name, artifact_location=artifacts))
+        try:
+            return str(client.create_experiment(name, artifact_location=artifacts))
+        except MlflowException:  # another process has just made it
+            existing = client.get_experiment_by_name(name)
+            if existing is None:
+                raise
     if existing.lifecycle_stage != "active":
         raise UserError(
             f"the experiment {name!r} was deleted in the tracking store: restore it with mlflow experiments restore"
@@ -385,6 +669,7 @@ def _existing(tracking_uri: str) -> MlflowClient:
             f"there is no tracking store at {_sqlite_path(tracking_uri)}: train a model first, or say --tracking-uri"
         )
     uri = _absolute(tracking_uri)
+    _reach(uri)
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     return _client(uri)

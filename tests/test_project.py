@@ -53,4 +53,5 @@ def test_the_wheel_holds_the_four_packages_and_the_entry_file_of_registered_mode
         "connectors",
         "pipelines",
     }
-    assert {f"pipelines/mlflow_files/models/{name}.py" for name in ("classifier", "forecaster")} <= set(names)
+    files = ("models/classifier.py", "models/forecaster.py", "registry/promotion.yaml")
+    assert {f"pipelines/mlflow_files/{name}" for name in files} <= set(names)

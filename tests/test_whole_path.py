@@ -91,7 +91,7 @@ def test_the_leaderboard_has_the_model_and_honest_baselines(trained: dict[str, A
     assert {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried"} <= set(board)
     assert board["tethys"]["mae"] < board["seasonal_naive"]["mae"] < board["last_value"]["mae"]
     versions = tracking.show_model("whole", trained["store"])
-    assert [v["version"] for v in versions] == [trained["result"]["version"]]
+    assert [v.number for v in versions] == [trained["result"]["version"]]
 
 
 def test_a_killed_stream_resumes_to_the_rows_of_the_undisturbed_one(trained: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +76,11 @@ class ClassifierConfig:
         require(self.strands in ("forward", "both", "equivariant"), f"strands '{self.strands}' is none of forward, both, equivariant")
         require(self.task in ("single", "multi"), f"task '{self.task}' is neither single nor multi")
 
+    @classmethod
+    def from_settings(cls, settings: dict[str, Any]) -> ClassifierConfig:
+        """A config from what `dataclasses.asdict` gave and JSON kept."""
+        return cls(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])})
+
     @property
     def tokens(self) -> int:
         return -(-self.length // self.pool)
@@ -123,10 +128,13 @@ def _by_token(norm: nn.BatchNorm1d, x: Tensor) -> Tensor:
     return norm(x.flatten(0, 1)).view(x.shape)  # type: ignore[no-any-return]
 
 
-class SequenceClassifier(nn.Module):
-    """Logits of encoded sequences; a pure function of its input, the same under inference_mode as in evaluation."""
+class Classifier(nn.Module):
+    """What every classifier shares: strands, the composition branch, calibration. A subclass brings the network.
 
-    rows: Tensor  # one-hot row of each code (5, 4)
+    Logits of encoded sequences are a pure function of the input, the same under inference_mode as in evaluation.
+    """
+
+    kind: ClassVar[str]
     network_scale: Tensor  # a, b and c of the module's docstring: set by `calibrate`, never by training
     composition_scale: Tensor
     bias: Tensor
@@ -134,25 +142,9 @@ class SequenceClassifier(nn.Module):
     def __init__(self, config: ClassifierConfig) -> None:
         super().__init__()
         self.config = config
-        classes, dim = len(config.classes), config.dim
-        self.motifs = nn.Linear(4 * config.motif_width, config.motifs, bias=False)
-        self.motif_norm = nn.BatchNorm1d(config.motifs)
-        self.embed = nn.Linear(config.motifs, dim)
-        self.embed_norm = nn.BatchNorm1d(dim)
-        memory = MemoryConfig(dim=dim, heads=config.heads, rule=config.rule, window=config.window)
-        self.backbone = Backbone(BackboneConfig(memory=memory, layers=config.layers, persistent=0, feed_forward=config.feed_forward))
-        self.token_norm = nn.BatchNorm1d(dim)
-        self.place = nn.Linear(dim, config.place_width)
-        width = config.place_width * config.tokens + 2 * dim
-        self.head = nn.Sequential(
-            nn.Dropout(config.dropout),
-            nn.Linear(width, 64),
-            nn.GELU(),
-            nn.Dropout(config.dropout),
-            nn.Linear(64, classes),
-        )
-        self.composition = nn.Linear(4**config.kmer, classes) if config.kmer else None
-        self.register_buffer("rows", torch.cat((torch.eye(4), torch.full((1, 4), 0.25))), persistent=False)
+        classes = len(config.classes)
+        with torch.random.fork_rng(devices=[]):  # the network starts from the same numbers with and without this branch
+            self.composition = nn.Linear(4**config.kmer, classes) if config.kmer else None
         self.register_buffer("network_scale", torch.ones(()))
         self.register_buffer("composition_scale", torch.zeros(()))
         self.register_buffer("bias", torch.zeros(classes))
@@ -162,38 +154,7 @@ class SequenceClassifier(nn.Module):
 
         In training "both" sees one strand: the caller shows either at random.
         """
-        return self.network_of(self.rows[codes])
-
-    def network_of(self, rows: Tensor) -> Tensor:
-        """The same of one-hot rows (B, L, 4), for gradients by base."""
-        if self.config.strands == "equivariant":
-            fits = torch.maximum(self._fits(rows), self._fits(rows.flip(1, 2)).flip(1))
-            return (self._read(fits) + self._read(fits.flip(1))) / 2
-        if self.config.strands == "both" and not self.training:
-            return (self._read(self._fits(rows)) + self._read(self._fits(rows.flip(1, 2)))) / 2
-        return self._read(self._fits(rows))
-
-    def _fits(self, rows: Tensor) -> Tensor:
-        """How well each motif fits around each base: (B, L, 4) -> (B, L, M)."""
-        width = self.config.motif_width
-        windows = F.pad(rows, (0, 0, width // 2, width // 2)).unfold(1, width, 1)  # (B, L, 4, width)
-        # One product over all windows: with four input channels a third faster than a convolution on CPU.
-        return _by_token(self.motif_norm, self.motifs(windows.flatten(2)))
-
-    def _read(self, fits: Tensor) -> Tensor:
-        """Fits (B, L, M) -> tokens -> backbone -> head: logits (B, C)."""
-        config, count = self.config, fits.shape[0]
-        short = config.tokens * config.pool - config.length
-        # exp after the maximum is the maximum after exp, at a fraction of the exponentials.
-        fits = F.pad(fits, (0, 0, 0, short), value=-torch.inf).unflatten(1, (config.tokens, config.pool)).amax(2)
-        fits = torch.exp(fits.clamp(max=4.0))  # (B, T, M)
-        fits = fits * F.dropout(fits.new_ones(count, 1, config.motifs), 0.1, self.training)  # whole motifs at a time
-        tokens = _by_token(self.embed_norm, self.embed(fits))  # (B, T, D)
-        read, _ = self.backbone(tokens, self.backbone.initial_state(count))
-        tokens = _by_token(self.token_norm, tokens + read)
-        places = F.gelu(self.place(tokens)).flatten(1)
-        logits: Tensor = self.head(torch.cat((places, tokens.amax(1), F.gelu(tokens).mean(1)), dim=1))
-        return logits
+        raise NotImplementedError
 
     def both(self, codes: Tensor) -> tuple[Tensor, Tensor]:
         """Logits of the network and of the composition branch, each over the strands that the model reads."""
@@ -252,28 +213,105 @@ class SequenceClassifier(nn.Module):
         """Trained numbers."""
         return sum(parameter.numel() for parameter in self.parameters())
 
+    def settings(self) -> dict[str, Any]:
+        """What `restore` makes the model from again, as JSON."""
+        return asdict(self.config)
 
-def save(model: SequenceClassifier, path: str | Path, card: Card | None = None) -> None:
+    def tensors(self) -> dict[str, Tensor]:
+        """What is saved beside the settings."""
+        return dict(self.state_dict())
+
+    @classmethod
+    def restore(cls, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Self:
+        """A model from what `settings` and `tensors` gave."""
+        model = cls(ClassifierConfig.from_settings(settings))
+        model.load_state_dict(tensors)
+        return model
+
+
+class SequenceClassifier(Classifier):
+    """Motifs, a Titans memory over them, and a head that sees places and composition."""
+
+    kind = "motifs"
+    rows: Tensor  # one-hot row of each code (5, 4)
+
+    def __init__(self, config: ClassifierConfig) -> None:
+        super().__init__(config)
+        classes, dim = len(config.classes), config.dim
+        self.motifs = nn.Linear(4 * config.motif_width, config.motifs, bias=False)
+        self.motif_norm = nn.BatchNorm1d(config.motifs)
+        self.embed = nn.Linear(config.motifs, dim)
+        self.embed_norm = nn.BatchNorm1d(dim)
+        memory = MemoryConfig(dim=dim, heads=config.heads, rule=config.rule, window=config.window)
+        self.backbone = Backbone(BackboneConfig(memory=memory, layers=config.layers, persistent=0, feed_forward=config.feed_forward))
+        self.token_norm = nn.BatchNorm1d(dim)
+        self.place = nn.Linear(dim, config.place_width)
+        width = config.place_width * config.tokens + 2 * dim
+        self.head = nn.Sequential(
+            nn.Dropout(config.dropout),
+            nn.Linear(width, 64),
+            nn.GELU(),
+            nn.Dropout(config.dropout),
+            nn.Linear(64, classes),
+        )
+        self.register_buffer("rows", torch.cat((torch.eye(4), torch.full((1, 4), 0.25))), persistent=False)
+
+    def network(self, codes: Tensor) -> Tensor:
+        return self.network_of(self.rows[codes])
+
+    def network_of(self, rows: Tensor) -> Tensor:
+        """The same of one-hot rows (B, L, 4), for gradients by base."""
+        if self.config.strands == "equivariant":
+            fits = torch.maximum(self._fits(rows), self._fits(rows.flip(1, 2)).flip(1))
+            return (self._read(fits) + self._read(fits.flip(1))) / 2
+        if self.config.strands == "both" and not self.training:
+            return (self._read(self._fits(rows)) + self._read(self._fits(rows.flip(1, 2)))) / 2
+        return self._read(self._fits(rows))
+
+    def _fits(self, rows: Tensor) -> Tensor:
+        """How well each motif fits around each base: (B, L, 4) -> (B, L, M)."""
+        width = self.config.motif_width
+        windows = F.pad(rows, (0, 0, width // 2, width // 2)).unfold(1, width, 1)  # (B, L, 4, width)
+        # One product over all windows: with four input channels a third faster than a convolution on CPU.
+        return _by_token(self.motif_norm, self.motifs(windows.flatten(2)))
+
+    def _read(self, fits: Tensor) -> Tensor:
+        """Fits (B, L, M) -> tokens -> backbone -> head: logits (B, C)."""
+        config, count = self.config, fits.shape[0]
+        short = config.tokens * config.pool - config.length
+        # exp after the maximum is the maximum after exp, at a fraction of the exponentials.
+        fits = F.pad(fits, (0, 0, 0, short), value=-torch.inf).unflatten(1, (config.tokens, config.pool)).amax(2)
+        fits = torch.exp(fits.clamp(max=4.0))  # (B, T, M)
+        fits = fits * F.dropout(fits.new_ones(count, 1, config.motifs), 0.1, self.training)  # whole motifs at a time
+        tokens = _by_token(self.embed_norm, self.embed(fits))  # (B, T, D)
+        read, _ = self.backbone(tokens, self.backbone.initial_state(count))
+        tokens = _by_token(self.token_norm, tokens + read)
+        places = F.gelu(self.place(tokens)).flatten(1)
+        logits: Tensor = self.head(torch.cat((places, tokens.amax(1), F.gelu(tokens).mean(1)), dim=1))
+        return logits
+
+
+def save(model: Classifier, path: str | Path, card: Card | None = None) -> None:
     """Weights as safetensors, with configuration, class names and card as JSON in the header."""
-    metadata = {"format": FORMAT, "config": json.dumps(asdict(model.config)), "card": json.dumps(asdict(card or Card()))}
-    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, str(path), metadata=metadata)
+    about = {"format": FORMAT, "kind": model.kind, "config": json.dumps(model.settings()), "card": json.dumps(asdict(card or Card()))}
+    save_file({name: tensor.contiguous() for name, tensor in model.tensors().items()}, str(path), metadata=about)
 
 
-def load(path: str | Path) -> tuple[SequenceClassifier, Card]:
+def load(path: str | Path) -> tuple[Classifier, Card]:
     """A classifier from what `save` wrote, ready to predict. ConfigError where the file holds something else."""
+    from titans_core.dna_classifier import PretrainedClassifier  # it builds on this module
+
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ConfigError(f"{path} is no safetensors file ({error})") from None
     if metadata.get("format") != FORMAT:
         raise ConfigError(f"{path}: format {metadata.get('format')} of a classifier is not {FORMAT}")
+    kinds: dict[str, type[Classifier]] = {each.kind: each for each in (SequenceClassifier, PretrainedClassifier)}
     try:
-        settings: dict[str, Any] = json.loads(metadata["config"])
-        config = ClassifierConfig(**{**settings, "classes": tuple(settings["classes"]), "layers": tuple(settings["layers"])})
-        model = SequenceClassifier(config)
-        model.load_state_dict(weights)
+        model = kinds[metadata.get("kind", SequenceClassifier.kind)].restore(json.loads(metadata["config"]), tensors)
         return model.eval(), Card(**json.loads(metadata["card"]))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{path} holds no classifier of this project ({' '.join(str(error).split())[:200]})") from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor, nn
 
@@ -35,6 +35,7 @@ from titans_core.tokenizers import N, complement
 
 Codes = NDArray[np.uint8]
 FORMAT = "1"
+KIND = "dna language model"
 DIRECT = 12  # longest context whose counts may stand in a plain table of 4^k rows
 
 
@@ -48,6 +49,13 @@ def context_codes(codes: Codes, k: int) -> tuple[NDArray[np.int64], NDArray[np.b
         words = words * 4 + np.minimum(part, 3)
         clean &= part < N
     return words, clean
+
+
+def _followed(strand: Codes, k: int) -> NDArray[np.int64]:
+    """Every clean context of k bases and the base after it, as one number of k + 1 bases."""
+    context, clean = context_codes(strand, k)
+    clean &= strand < N
+    return context[clean] * 4 + strand[clean]
 
 
 @dataclass(frozen=True)
@@ -68,13 +76,7 @@ class ContextCounts:
         direct: dict[int, NDArray[Any]] = {}
         sparse: dict[int, tuple[NDArray[np.int64], NDArray[np.uint8]]] = {}
         for k in orders:
-            words = []
-            for contig in contigs:
-                for strand in (contig, complement(contig)):
-                    context, clean = context_codes(strand, k)
-                    clean &= strand < N
-                    words.append(context[clean] * 4 + strand[clean])
-            pairs = np.concatenate(words)
+            pairs = np.concatenate([_followed(strand, k) for contig in contigs for strand in (contig, complement(contig))])
             if k <= DIRECT and 4**k <= max(len(pairs), 256):  # a plain table only where it is not mostly empty
                 table = np.bincount(pairs, minlength=4 ** (k + 1)).reshape(-1, 4)
                 direct[k] = np.minimum(table, 65_535).astype(np.uint16) if k > 8 else table.astype(np.int32)
@@ -85,6 +87,22 @@ class ContextCounts:
                 counts[row, found & 3] = np.minimum(times, 255)
                 sparse[k] = contexts, counts
         return cls(tuple(orders), direct, sparse)
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ContextCounts:
+        return self  # frozen once counted; a copy would be hundreds of megabytes
+
+    def tensors(self) -> dict[str, NDArray[Any]]:
+        """The tables by name, for a safetensors file."""
+        found: dict[str, NDArray[Any]] = {f"direct.{k}": table for k, table in self.direct.items()}
+        for k, (contexts, table) in self.sparse.items():
+            found |= {f"contexts.{k}": contexts, f"sparse.{k}": table}
+        return found
+
+    @classmethod
+    def from_tensors(cls, orders: Sequence[int], tensors: dict[str, NDArray[Any]]) -> ContextCounts:
+        """Counts from what `tensors` gave."""
+        direct = {k: tensors[f"direct.{k}"] for k in orders if f"direct.{k}" in tensors}
+        return cls(tuple(orders), direct, {k: (tensors[f"contexts.{k}"], tensors[f"sparse.{k}"]) for k in orders if k not in direct})
 
     def look_up(self, codes: Codes, start: int, stop: int, *, leave_out: bool = False) -> NDArray[np.float32]:
         """Counts (T, K, 4) at positions start to stop of a sequence; leave_out takes each position's own count away."""
@@ -213,37 +231,78 @@ def without_writes(model: DnaModel) -> Iterator[DnaModel]:
                 gates.bias[first:] = bias
 
 
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained: `steps` steps of `batch` windows of `window` bases, at random places, each with fresh memory."""
+
+    steps: int = 120
+    window: int = 512
+    batch: int = 32
+    rate: float = 4e-3
+    seed: int = 0
+
+
+Gradients = Callable[[DnaModel, list[tuple[int, int]]], tuple[float, int, list[Tensor]]]
+
+
 def train(
-    model: DnaModel, counts: ContextCounts, contigs: Sequence[Codes], *, steps: int, window: int = 512, batch: int = 32,
-    rate: float = 4e-3, seed: int = 0,
-) -> list[float]:  # fmt: skip
-    """Windows at random places of the genome that was counted, each with fresh memory; bits per base of every step."""
-    choose = np.random.default_rng(seed)
-    long = [contig for contig in contigs if len(contig) > window]
-    share = np.array([len(contig) - window for contig in long], float)
+    model: DnaModel,
+    counts: ContextCounts,
+    contigs: Sequence[Codes],
+    training: Training | None = None,
+    *,
+    gradients: Gradients | None = None,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> list[float]:
+    """Train in place on the genome that was counted; bits per base of every step.
+
+    gradients: takes the model and the windows of a step (contig, start) and gives what `window_gradients` gives; other
+    processes may compute them.
+    """
+    training = training or Training()
+    window = training.window
+    choose = np.random.default_rng(training.seed)
+    long = [place for place, contig in enumerate(contigs) if len(contig) > window]
     require(len(long) > 0, f"no contig is longer than the window of {window}")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=1e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps + 1, pct_start=0.1)
+    share = np.array([len(contigs[place]) - window for place in long], float)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.rate, weight_decay=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, training.rate, total_steps=training.steps + 1, pct_start=0.1)
     history = []
     model.train()
-    for _ in range(steps):
-        rows, targets = [], []
-        for which in choose.choice(len(long), batch, p=share / share.sum()):
-            start = int(choose.integers(0, len(long[which]) - window))
-            rows.append(counts.look_up(long[which], start, start + window, leave_out=True))
-            targets.append(long[which][start : start + window])
-        codes = torch.from_numpy(np.stack(targets)).long()
-        answer, _ = model(torch.from_numpy(np.stack(rows)), codes, model.initial_state(batch))
-        known = codes < N
-        loss = -answer.gather(-1, codes.clamp(max=3)[..., None]).squeeze(-1)[known].mean()
-        optimizer.zero_grad()
-        loss.backward()
+    for step in range(1, training.steps + 1):
+        picked = [long[i] for i in choose.choice(len(long), training.batch, p=share / share.sum())]
+        places = [(place, int(choose.integers(0, len(contigs[place]) - window))) for place in picked]
+        if gradients is None:
+            loss, known, found = window_gradients(model, counts, contigs, places, window)
+        else:
+            loss, known, found = gradients(model, places)
+        for parameter, gradient in zip(model.parameters(), found, strict=True):
+            parameter.grad = gradient / max(known, 1)
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        history.append(loss.item() / math.log(2))
+        history.append(loss / max(known, 1) / math.log(2))
+        if progress is not None:
+            progress(step, training.steps, history[-1])
     model.eval()
     return history
+
+
+def window_gradients(
+    model: DnaModel, counts: ContextCounts, contigs: Sequence[Codes], places: Sequence[tuple[int, int]], window: int
+) -> tuple[float, int, list[Tensor]]:
+    """Summed negative log-likelihood of the known bases of some windows (nats), how many there are, and its gradients.
+
+    Sums, so that parts of a step computed apart add up to the whole step.
+    """
+    rows = np.stack([counts.look_up(contigs[place], start, start + window, leave_out=True) for place, start in places])
+    codes = torch.from_numpy(np.stack([contigs[place][start : start + window] for place, start in places])).long()
+    answer, _ = model(torch.from_numpy(rows), codes, model.initial_state(len(places)))
+    known = codes < N
+    loss = -answer.gather(-1, codes.clamp(max=3)[..., None]).squeeze(-1)[known].sum()
+    gradients = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    filled = [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), gradients, strict=True)]
+    return loss.item(), int(known.sum()), filled
 
 
 def bits_per_base(
@@ -278,26 +337,24 @@ def embed(model: DnaModel, counts: ContextCounts, codes: Codes, *, piece: int = 
 
 def save(model: DnaModel, counts: ContextCounts, path: str | Path) -> None:
     """Weights and counts in one safetensors file, the configuration as JSON in its header."""
-    tensors = {f"weights.{name}": tensor.numpy() for name, tensor in model.state_dict().items()}
-    tensors |= {f"direct.{k}": table for k, table in counts.direct.items()}
-    for k, (contexts, table) in counts.sparse.items():
-        tensors |= {f"contexts.{k}": contexts, f"sparse.{k}": table}
-    metadata = {"format": FORMAT, "config": json.dumps(asdict(model.config))}
+    tensors = {f"weights.{name}": tensor.numpy() for name, tensor in model.state_dict().items()} | counts.tensors()
+    metadata = {"format": FORMAT, "kind": KIND, "config": json.dumps(asdict(model.config))}
     save_file({name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}, path, metadata)
 
 
 def load(path: str | Path) -> tuple[DnaModel, ContextCounts]:
-    """A model and its counts from what `save` wrote, ready to read."""
-    with safe_open(str(path), "np") as file:
-        metadata = file.metadata() or {}
-        if metadata.get("format") != FORMAT or "config" not in metadata:
-            raise ConfigError(f"{path}: format {metadata.get('format')} of a DNA model is not {FORMAT}")
-        settings = json.loads(metadata["config"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    """A model and its counts from what `save` wrote, ready to read. ConfigError where the file holds something else."""
+    try:
+        with safe_open(str(path), "np") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+    except SafetensorError as error:
+        raise ConfigError(f"{path} is no safetensors file ({error})") from None
+    if metadata.get("format") != FORMAT or metadata.get("kind", KIND) != KIND or not any("weights." in name for name in tensors):
+        raise ConfigError(f"{path} holds no DNA language model of format {FORMAT}")
+    settings = json.loads(metadata["config"])
     config = DnaModelConfig(**{**settings, "orders": tuple(settings["orders"])})
     model = DnaModel(config)
     weights = {name.removeprefix("weights."): torch.from_numpy(each) for name, each in tensors.items() if "weights." in name}
     model.load_state_dict(weights)
-    direct = {k: tensors[f"direct.{k}"] for k in config.orders if f"direct.{k}" in tensors}
-    sparse = {k: (tensors[f"contexts.{k}"], tensors[f"sparse.{k}"]) for k in config.orders if k not in direct}
-    return model.eval(), ContextCounts(config.orders, direct, sparse)
+    return model.eval(), ContextCounts.from_tensors(config.orders, tensors)

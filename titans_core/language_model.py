@@ -134,13 +134,17 @@ class LanguageModel(nn.Module):
 
     def initial_state(self, batch: int) -> tuple[Any, ...]:
         """Streams that have seen nothing. All are alike, so the persistent tokens are written once."""
-        one = self.backbone.initial_state(1)
+        with torch.autocast(self.embedding.device.type, enabled=False):
+            one = self.backbone.initial_state(1)
         return value.select(one, torch.zeros(batch, dtype=torch.long))
 
     def hidden(self, tokens: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
-        """tokens (B, T) -> what the head reads (B, T, D), and the state after the last token."""
+        """tokens (B, T) -> what the head reads (B, T, D), and the state after the last token, of the weights' type even under autocast."""
         x = F.embedding(tokens, self.embedding) * math.sqrt(self.config.backbone.dim)
-        return cast("tuple[Tensor, tuple[Any, ...]]", self.backbone(x, state))
+        y, state = self.backbone(x, state)
+        if torch.is_autocast_enabled(tokens.device.type):
+            state = value.map_state(lambda leaf: leaf.to(self.embedding.dtype) if leaf.is_floating_point() else leaf, state)
+        return y, state
 
     def head(self, hidden: Tensor) -> Tensor:
         """(..., D) -> logits (..., V)."""

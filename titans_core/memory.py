@@ -193,8 +193,7 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
-        if form := self._native_form(x, state):
-            assert isinstance(state.memory, MatrixState | DeepState)
+        if x.shape[1] > 1 and (form := self._native_form(x, state)):  # one token costs less part by part, and least in `in_place`
             return self._whole(x, state, form)
         u = self.qkv(x)
         q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)
@@ -278,7 +277,7 @@ class NeuralMemory(nn.Module):
         """This layer as the native kernels see it, or None where they do not run, are not asked for, or do not know the rule or the tensors."""
         config = self.config
         plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error and config.forget == "head"
-        matrix = config.rule == "exact" and not config.decay_to_init and config.read != "anchor"
+        matrix = config.rule == "exact"
         deep = config.rule == "deep" and config.depth == 2
         tensors = (x, state.conv, *self.parameters(), *(leaf for _, leaf in leaves(state) if leaf.is_floating_point()))
         if not (plain and (matrix or deep)) or config.conv > dispatch.NATIVE_TAPS or x.numel() == 0:
@@ -296,7 +295,7 @@ class NeuralMemory(nn.Module):
         )  # fmt: skip
 
     def _native_init(self) -> tuple[Tensor, ...] | None:
-        return tuple(self.init) if self.config.rule == "deep" and self.config.decay_to_init else None
+        return tuple(self.init) if self.config.decay_to_init else None
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.

@@ -62,6 +62,12 @@ def _digest(head: bytes) -> tuple[int, str]:
     return len(head), hashlib.sha256(head).hexdigest()[:16]
 
 
+def digest_of_head(path: Path, length: int = HEAD_BYTES) -> tuple[int, str]:
+    """Length and hash of the first bytes of a file: they tell it from another one at the same path."""
+    with open(path, "rb") as file:
+        return _digest(file.read(length))
+
+
 class FileSource:
     """Lines of one file, in order. With `follow` it waits for more, and goes on in the new file after a rotation.
 

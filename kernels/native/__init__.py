@@ -324,7 +324,7 @@ def _by_layer(gate: Tensor | None) -> Tensor | None:
 def _outer(
     init: Sequence[Tensor] | None, affine: tuple[Tensor, Tensor] | None, network: Network
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    first, second = (None, None) if init is None else (init[0].contiguous(), init[1].contiguous())
+    first, second = [*(x.contiguous() for x in init or ()), None, None][:2]
     scale, shift = (None, None) if affine is None or not network.norm else (affine[0].contiguous(), affine[1].contiguous())
     return first, second, scale, shift
 
@@ -395,8 +395,8 @@ def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
 class Form:
     """What a whole layer computes, apart from its weights.
 
-    theta = sigmoid(.) (1 - eta if momentum) / divisor; queries and keys have length `scale`. chunk, network and read are those of the memory;
-    a matrix memory decays to zero. precision: of the products, those of the memory included; one token alone is always float32.
+    theta = sigmoid(.) (1 - eta if momentum) / divisor; queries and keys have length `scale`. chunk, network and read are those of the memory.
+    precision: of the products, those of the memory included; one token alone is always float32.
     """
 
     heads: int
@@ -414,7 +414,8 @@ class Layer:
     """A whole memory layer without autograd in one call: projections, convolution, gates, memory, norm, output gate, projection.
 
     Built once from trained weights, which it copies: qkv (3 D, D), gate (D, D), gates (3 H L, D) with bias (3 H L) in the order alpha, eta,
-    theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D). init: what a deep memory decays towards.
+    theta (L = 1 for a matrix memory, 2 for a deep one), conv (taps, 3 D), norm (D / H), out (D, D). init: what the memory decays
+    towards, each (H, out, in); None: zero. The state of a matrix memory is its difference from it.
     """
 
     def __init__(self, weights: Sequence[Tensor], init: Sequence[Tensor] | None, form: Form) -> None:

@@ -349,6 +349,7 @@ static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase,
   if (c.matrix) {
     fill(c.linear);
     c.linear.dk = c.linear.dv = d, c.linear.read_before = read == 1;
+    c.init = heads_of(init1, "init", H, d, d);
     c.linear.W = c.linear.W_out = block(state[0], "W", B, H, d, d), c.linear.S = c.linear.S_out = block(state[1], "S", B, H, d, d);
   } else {
     fill(c.deep);
@@ -378,8 +379,8 @@ static void layer(Tensor x, Tensor tail, std::vector<Tensor> state, Maybe phase,
   for (int64_t b = 0; b < B; ++b) memcpy(c.y + b * D, result + b * wide, D * 4);
 }
 
-// c (=, +=) op(a) op(b): matrices with rows of unit stride; ta, tb: the operand is given transposed.
-static void matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor c, bool add, bool half) {
+// c (=, +=, -=: mode 0, 1, 2) op(a) op(b): matrices with rows of unit stride; ta, tb: the operand is given transposed.
+static void matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor c, int64_t mode, bool half) {
   for (const Tensor* t : {&a, &b, &c}) {
     check(*t, "a factor or the product", 2);
     STD_TORCH_CHECK(t->stride(1) == 1 || t->size(1) == 1, "tethys_native: the rows of a product's matrices must have unit stride");
@@ -390,7 +391,7 @@ static void matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor c, bool add, boo
   auto run = [&](int64_t from, int64_t to) {
     for (int64_t m = from; m < to; ++m)
       g_core->matmul(m * step, M - m * step < step ? M - m * step : step, N, K, (const float*)a.data_ptr(), a.stride(0), ta,
-                     (const float*)b.data_ptr(), b.stride(0), tb, (float*)c.data_ptr(), c.stride(0), add, half);
+                     (const float*)b.data_ptr(), b.stride(0), tb, (float*)c.data_ptr(), c.stride(0), (int)mode, half);
   };
   over_memories((M + step - 1) / step, run);
 }
@@ -402,7 +403,7 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
   m.def("select_width(int width) -> int");
   m.def("fma_flops(int repeats) -> float");
   m.def("has_half() -> bool");
-  m.def("matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor(a!) c, bool add, bool half) -> ()");
+  m.def("matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor(a!) c, int mode, bool half) -> ()");
   m.def("linear_saved(int T, int dk, int dv, int chunk) -> int");
   m.def(
       "linear_forward(Tensor q, Tensor k, Tensor v, Tensor theta, Tensor? eta, Tensor? alpha, Tensor? write, Tensor W, Tensor S, "

@@ -109,6 +109,7 @@ struct StepCall {
   long layers;       // L: gates a head
   long width, wide;  // padded rows of project and output
   const float *x, *project, *output;
+  const float* init; // (H, d, d) what a matrix memory decays towards: its state is the difference; null: zero
   float* y;          // (B, T, D), as x
   float* tail;
   float divisor;     // of theta
@@ -138,7 +139,7 @@ struct Core {
   void (*product)(long M, long N, long K, const float* A, long lda, const float* B, long ldb, float* C, long ldc); // N padded
   bool (*has_half)(); // whether bfloat16 products are the processor's own
   void (*matmul)(long first, long M, long N, long K, const float* A, long lda, bool ta, const float* B, long ldb, bool tb, float* C, long ldc,
-                 bool add, bool half); // rows [first, first + M) of C (=, +=) op(A) op(B)
+                 int mode, bool half); // rows [first, first + M) of C (=, +=, -=: 0, 1, 2) op(A) op(B)
   void (*layer_step)(const StepCall&, long begin, long end);
   void (*layer_forward)(const StepCall&, long begin, long end); // streams, not memories
   size_t (*linear_saved)(const LinearCall&); // floats a memory

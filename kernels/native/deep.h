@@ -165,12 +165,13 @@ struct Deep {
       }
   }
 
-  // Inputs and deltas at the anchor (and, for read = anchor, the query side with them): A, Z2, D2, D1; R in V's place.
-  void deltas(long i, long j, const Block& b) {
+  // Inputs and deltas at the anchor (and, for read = anchor, the query side with them): A, Z2, D2, D1; R in V's place. next: tokens to the
+  // block that comes after this one.
+  void deltas(long i, long j, const Block& b, long next) {
     long n = b.n, t = b.t, both = reads ? n : 2 * n;
-    copy_in(c.k.at(i, j) + t * c.k.t, c.k.t, n, d, KQ, ldd);
-    copy_in(c.q.at(i, j) + t * c.q.t, c.q.t, n, d, KQ + n * ldd, ldd);
-    copy_in(c.v.at(i, j) + t * c.v.t, c.v.t, n, o, V, ldo);
+    copy_in(c.k.at(i, j) + t * c.k.t, c.k.t, n, d, KQ, ldd, next * c.k.t);
+    copy_in(c.q.at(i, j) + t * c.q.t, c.q.t, n, d, KQ + n * ldd, ldd, next * c.q.t);
+    copy_in(c.v.at(i, j) + t * c.v.t, c.v.t, n, o, V, ldo, next * c.v.t);
     transpose(a2, lda2, h, o, A2, ldh);
     gemm<false>(both, hp, d, KQ, ldd, a1, ldh, Z, ldh, SET);
     activate(n, Z, A, G1, G2);
@@ -308,7 +309,7 @@ bool run_blocks(Deep& w, const DeepCall& c, long i, long j, const std::vector<Bl
     const Block& b = blocks[at];
     w.open(b);
     w.set_coefficients(i, j, b);
-    w.deltas(i, j, b);
+    w.deltas(i, j, b, b.n);
     if (w.reads) w.read_tokens(b);
     w.normalise(b.n, w.Z2 + b.n * w.ldo, w.U + b.n * w.ldo, w.inv + b.n, w.Y);
     if (c.residual)

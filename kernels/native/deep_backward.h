@@ -99,7 +99,7 @@ struct DeepReverse {
 
     // ---- the reads
     float *dZq = dZ + n * ldh, *dAq = dZq, *dZ2q = w.Z2 + n * ldo, *u = w.U, *uq = w.U + n * ldo;
-    copy_in(c.dy.at(i, j) + b.t * c.dy.t, c.dy.t, n, o, dZ2q, ldo);
+    copy_in(c.dy.at(i, j) + b.t * c.dy.t, c.dy.t, n, o, dZ2q, ldo, -n * c.dy.t);
     for (long r = 0; r < n; ++r) {
       if (c.residual)
         for (long x = 0; x < dp; x += VL) store(dQ + r * ldd + x, load(dZ2q + r * ldo + x));
@@ -219,7 +219,7 @@ struct DeepReverse {
       } else {
         for (long x = 0; x < op; x += VL) store(z + x, load(dd + x));
       }
-      for (long x = 0; x < o; ++x) dv[r * c.dval.t + x] = -dd[x];
+      for (long x = 0; x < o; x += VL) store_some(dv + r * c.dval.t + x, -load(dd + x), o - x);
       if (c.residual)
         for (long x = 0; x < dp; x += VL) store(dK + r * ldd + x, load(dK + r * ldd + x) + load(dd + x));
       for (long x = 0; x < op; x += VL) store(Wide + r * ldp + x, load(z + x));
@@ -317,7 +317,7 @@ void deep_backward(const DeepCall& c, long begin, long end) {
         w.a1 = saved + b.opened * each, w.a2 = w.a1 + first, w.lda2 = w.ld2;
       }
       w.set_coefficients(i, j, b);
-      w.deltas(i, j, b);
+      w.deltas(i, j, b, -b.n);
       if (w.reads) w.read_tokens(b);
       w.normalise(b.n, w.Z2 + b.n * w.ldo, w.U + b.n * w.ldo, w.inv + b.n, w.Y);
       g.block(i, j, b);

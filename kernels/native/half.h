@@ -46,28 +46,32 @@ TETHYS_HALF inline __m512i pair_up(__m512 a, __m512 b) {
   return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(b, a));
 }
 
-// Rows 2 r, 2 r + 1 of src -> row r of dst, `ldd` pairs long; an odd last row meets zeros. cols: a multiple of 16, or `exact` to the column.
+inline __mmask16 first(long n) { return n >= 16 ? (__mmask16)0xffff : n > 0 ? (__mmask16)((1 << n) - 1) : (__mmask16)0; }
+
+// Rows 2 r, 2 r + 1 of src -> row r of dst, `ldd` pairs long, whole vectors; an odd last row meets zeros.
 TETHYS_HALF __attribute__((noinline)) void pair_rows(const float* src, long lds, long rows, long cols, int32_t* dst, long ldd) {
-  for (long r = 0; r < rows; r += 2)
-    for (long x = 0; x < cols; x += 16) {
-      __mmask16 in = cols - x < 16 ? (__mmask16)((1 << (cols - x)) - 1) : (__mmask16)0xffff;
-      __m512 a = _mm512_maskz_loadu_ps(in, src + r * lds + x);
-      __m512 b = r + 1 < rows ? _mm512_maskz_loadu_ps(in, src + (r + 1) * lds + x) : _mm512_setzero_ps();
-      _mm512_storeu_si512(dst + r / 2 * ldd + x, pair_up(a, b));
-    }
+  for (long r = 0; r < rows; r += 2, src += 2 * lds, dst += ldd) {
+    const float* next = r + 1 < rows ? src + lds : src;
+    __mmask16 both = r + 1 < rows ? 0xffff : 0;
+    long x = 0;
+    for (; x + 16 <= cols; x += 16)
+      _mm512_storeu_si512(dst + x, pair_up(_mm512_loadu_ps(src + x), _mm512_maskz_loadu_ps(both, next + x)));
+    if (__mmask16 in = first(cols - x))
+      _mm512_storeu_si512(dst + x, pair_up(_mm512_maskz_loadu_ps(in, src + x), _mm512_maskz_loadu_ps(in & both, next + x)));
+  }
 }
 
 // Each row by itself: neighbours along it make the pairs.
 TETHYS_HALF __attribute__((noinline)) void pair_columns(const float* src, long lds, long rows, long cols, int32_t* dst, long ldd) {
-  for (long r = 0; r < rows; ++r)
-    for (long x = 0; x < cols; x += 32) {
-      long left = cols - x;
-      const float* p = src + r * lds + x;
-      __mmask16 low = left < 16 ? (__mmask16)((1 << left) - 1) : (__mmask16)0xffff;
-      __mmask16 high = left >= 32 ? (__mmask16)0xffff : left > 16 ? (__mmask16)((1 << (left - 16)) - 1) : (__mmask16)0;
-      __m512 a = _mm512_maskz_loadu_ps(low, p), b = _mm512_maskz_loadu_ps(high, p + 16);
-      _mm512_storeu_si512(dst + r * ldd + x / 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
+  for (long r = 0; r < rows; ++r, src += lds, dst += ldd) {
+    long x = 0;
+    for (; x + 32 <= cols; x += 32)
+      _mm512_storeu_si512(dst + x / 2, (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(src + x + 16), _mm512_loadu_ps(src + x)));
+    if (x < cols) {
+      __m512 a = _mm512_maskz_loadu_ps(first(cols - x), src + x), b = _mm512_maskz_loadu_ps(first(cols - x - 16), src + x + 16);
+      _mm512_storeu_si512(dst + x / 2, (__m512i)_mm512_cvtne2ps_pbh(b, a));
     }
+  }
 }
 
 // As `tile` (vector.h), over K pairs. A: pairs along a row (A[m * lda + k]) or, with T, of two rows (A[k * lda + m]); B: pairs of two rows.
@@ -139,10 +143,10 @@ inline void gemm(long M, long N, long K, const float* A, long lda, const float* 
   else gemm_rounded<T>(M, N, K, A, lda, B, ldb, C, ldc, mode);
 }
 
-// C (=, +=) op(A) op(B) for rows [first, first + M) of C, any strides and sizes: the projections. op(A)[m][k] = A[m * lda + k], or with ta
+// C (=, +=, -=) op(A) op(B) for rows [first, first + M) of C, any strides and sizes: the projections. op(A)[m][k] = A[m * lda + k], or with ta
 // A[k * lda + m]; op(B)[k][n] = B[k * ldb + n], or with tb B[n * ldb + k].
 void matmul(long first, long M, long N, long K, const float* A, long lda, bool ta, const float* B, long ldb, bool tb, float* C, long ldc,
-            bool add, bool half) {
+            int mode, bool half) {
   FlushDenormals flush;
   Products products(half);
   Scratch s;
@@ -158,12 +162,12 @@ void matmul(long first, long M, long N, long K, const float* A, long lda, bool t
   }
   float* c = whole ? C + first * ldc : s.take(M * ldp);
   long lc = whole ? ldc : ldp;
-  if (!whole && add) copy_in(C + first * ldc, ldc, M, N, c, lc);
+  if (!whole && mode != SET) copy_in(C + first * ldc, ldc, M, N, c, lc);
   for (long k = 0; k < K; k += step) {
     long n = K - k < step ? K - k : step;
-    Mode mode = add || k ? ADD : SET;
-    if (ta) gemm<true>(M, np, n, A + k * lda + first, lda, b + k * ldb, ldb, c, lc, mode);
-    else gemm<false>(M, np, n, A + first * lda + k, lda, b + k * ldb, ldb, c, lc, mode);
+    Mode now = k && mode == SET ? ADD : (Mode)mode;
+    if (ta) gemm<true>(M, np, n, A + k * lda + first, lda, b + k * ldb, ldb, c, lc, now);
+    else gemm<false>(M, np, n, A + first * lda + k, lda, b + k * ldb, ldb, c, lc, now);
   }
   if (!whole) copy_out(c, lc, M, N, C + first * ldc, ldc);
 }

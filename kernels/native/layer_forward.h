@@ -97,7 +97,11 @@ void layer_forward(const tethys::StepCall& call, long begin, long end) {
       for (long j = 0; j < H; ++j) {
         use(j);
         if (linear) {
+          const float* init = c.init ? c.init + j * d * d : nullptr;
+          float* head = qkv + j * d;
+          if (init) matmul(0, n, d, d, head + D, D3, false, init, d, true, head + 2 * D, D3, SUB, c.half);
           linear->run(c.linear, 0, j, nullptr);
+          if (init) matmul(0, n, d, d, head, D3, false, init, d, true, read + j * d, D, ADD, c.half);
         } else {
           if (phase) deep->a1 = deep->A1t, deep->a2 = deep->A2t, deep->lda2 = deep->ldo;
           if (c.deep.scale) memcpy(deep->scale, c.deep.scale + j * d, d * 4), memcpy(deep->shift, c.deep.shift + j * d, d * 4);

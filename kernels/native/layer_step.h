@@ -8,6 +8,15 @@ namespace {
 
 inline float logistic(float z) { return 1.0f / (1.0f + std::exp(-z)); }
 
+// y += sign W x, W (d x d) row by row.
+inline void times_rows(const float* W, long d, const float* x, float* y, float sign) {
+  for (long r = 0; r < d; ++r, W += d) {
+    R s{};
+    for (long j = 0; j < d; j += VL) s += load_some(W + j, d - j) * load_some(x + j, d - j);
+    y[r] += sign * sum(s);
+  }
+}
+
 void layer_step(const tethys::StepCall& c, long begin, long end) {
   FlushDenormals flush;
   const HeadsCall& h = c.heads;
@@ -31,8 +40,11 @@ void layer_step(const tethys::StepCall& c, long begin, long end) {
       float theta = logistic(p[2 * H * L + l] + bias[2 * H * L + l]);
       g[l] = alpha, g[H * L + l] = eta, g[2 * H * L + l] = (c.momentum ? (1 - eta) * theta : theta) / c.divisor;
     }
+    const float* init = c.init ? c.init + j * h.d * h.d : nullptr;
+    if (init) times_rows(init, h.d, c.linear.k.at(i, j), c.linear.v.at(i, j), -1);
     if (c.matrix) linear_step(c.linear, m, m + 1);
     else deep_step(c.deep, m, m + 1);
+    if (init) times_rows(init, h.d, c.linear.q.at(i, j), c.linear.y.at(i, j), 1);
     gate_forward(c.gate, m, m + 1);
   }
 }

@@ -19,16 +19,16 @@ struct LinearChunk {
     n = 0;
   }
 
-  // Rows [K; Q], their products with the state and with K, and the errors E, from WS at the chunk's start.
-  void errors(const LinearCall& c, long i, long j, long t, long tokens, const Coefficients& co) {
+  // Rows [K; Q], their products with the state and with K, and the errors E, from WS at the chunk's start. next: tokens to the next chunk.
+  void errors(const LinearCall& c, long i, long j, long t, long tokens, const Coefficients& co, long next) {
     n = tokens;
-    copy_in(c.k.at(i, j) + t * c.k.t, c.k.t, n, dk, KQ, ldd);
-    copy_in(c.q.at(i, j) + t * c.q.t, c.q.t, n, dk, KQ + n * ldd, ldd);
+    copy_in(c.k.at(i, j) + t * c.k.t, c.k.t, n, dk, KQ, ldd, next * c.k.t);
+    copy_in(c.q.at(i, j) + t * c.q.t, c.q.t, n, dk, KQ + n * ldd, ldd, next * c.q.t);
     transpose(KQ, ldd, n, dk, Kt, ldn);
     gemm<false>(2 * n, 2 * dvp, dk, KQ, ldd, WS, ldw, P, ldw, SET);
     lower_of_product(n, dk, KQ, ldd, Kt, ldn, X, ldn);
     lower_of_product(n, dk, KQ + n * ldd, ldd, Kt, ldn, X + n * ldn, ldn);
-    copy_in(c.v.at(i, j) + t * c.v.t, c.v.t, n, dv, E, lde);
+    copy_in(c.v.at(i, j) + t * c.v.t, c.v.t, n, dv, E, lde, next * c.v.t);
     for (long r = 0; r < n; ++r) {
       const float* p = P + r * ldw;
       float b = co.b[r], f = co.f[r];
@@ -87,7 +87,7 @@ struct LinearForward {
       long n = c.T - t < c.chunk ? c.T - t : c.chunk;
       if (saved) copy_out(w.WS, w.ldw, c.dk, 2 * w.dvp, saved, 2 * w.dvp), saved += c.dk * 2 * w.dvp;
       set_coefficients(co, c, i, j, t, n);
-      w.errors(c, i, j, t, n, co);
+      w.errors(c, i, j, t, n, co, n);
       LinearChunk::weigh(n, co.G, co.ld, w.X, w.ldn, A, w.ldn, true);
       solve<false>(n, w.dvp, A, w.ldn, w.E, w.lde);
       // y = b (Q W) + f (Q S) - (G o Q K^T) E
@@ -160,15 +160,15 @@ void linear_backward(const LinearCall& c, long begin, long end) {
     for (long t = (c.T - 1) / c.chunk * c.chunk; t >= 0; t -= c.chunk) {
       long n = c.T - t < c.chunk ? c.T - t : c.chunk;
       const float* start = saved + t / c.chunk * dk * 2 * dvp;
-      copy_in(start, 2 * dvp, dk, 2 * dvp, w.WS, ldw);
+      copy_in(start, 2 * dvp, dk, 2 * dvp, w.WS, ldw, -dk * 2 * dvp);
       set_coefficients(co, c, i, j, t, n);
-      w.errors(c, i, j, t, n, co);
+      w.errors(c, i, j, t, n, co, -c.chunk);
       float *AK = A, *AQ = A + most * ldn, *DU = D, *DY = D + n * lde;
       LinearChunk::weigh(n, co.G, co.ld, w.X, ldn, AK, ldn, true);
       LinearChunk::weigh(n, co.G, co.ld, w.X + n * ldn, ldn, AQ, ldn, c.read_before);
       solve<false>(n, dvp, AK, ldn, w.E, lde);
       w.weigh_errors(co);
-      copy_in(c.dy.at(i, j) + t * c.dy.t, c.dy.t, n, c.dv, DY, lde);
+      copy_in(c.dy.at(i, j) + t * c.dy.t, c.dy.t, n, c.dv, DY, lde, -c.chunk * c.dy.t);
       gemm<false>(n, 2 * dvp, dk, w.KQ, ldd, DWS, ldw, KD, ldw, SET);
       // dE = -(G o Q K^T)^T dY - g o K dW - gs o K dS, then dU = (I + L)^-T dE
       const float *g = co.G + n * co.ld, *gs = co.GS + n * co.ld;
@@ -200,7 +200,7 @@ void linear_backward(const LinearCall& c, long begin, long end) {
           store(DPQ + r * ldw + x, b1 * dy), store(DPQ + r * ldw + dvp + x, f1 * dy);
         }
         dco.b[r] += sum(bk), dco.f[r] += sum(fk), dco.b[r + after] += sum(bq), dco.f[r + after] += sum(fq);
-        for (long x = 0; x < c.dv; ++x) dv[r * c.dval.t + x] = -DU[r * lde + x];
+        for (long x = 0; x < c.dv; x += VL) store_some(dv + r * c.dval.t + x, -load(DU + r * lde + x), c.dv - x);
       }
       // triangles: -[dU; dY] E^T, against G and against the products of keys
       transpose(w.E, lde, n, w.dv, Et, ldn);

@@ -24,9 +24,9 @@ def layer(
     """x (B, T, D), T >= 1, float32 on the CPU -> y (B, T, D), the memory and the convolution's tail (B, taps - 1, 3 D) after the last token.
 
     weights: qkv (3 D, D), gate (D, D), gates (3 H L, D), bias (3 H L) in the order alpha, eta, theta, conv (taps, 3 D), norm (D / H), out (D, D).
-    init: what a deep memory decays towards, None: zero; a matrix memory decays to zero.
+    init: what the memory decays towards, None: zero. Then a matrix memory's state is the difference from it.
     """
-    given = [None, None] if init is None else list(init)
+    given = [*(init or ()), None, None][:2]
     phase = memory.phase if isinstance(memory, DeepState) else None
     state = [*memory.W, *memory.S, *memory.anchor] if isinstance(memory, DeepState) else [*memory]
     keep = _wants_grad(x, tail, *weights, *given, *state)
@@ -55,10 +55,18 @@ class _Stage:
         return self.function.backward(self, *grads)
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor, half: bool, *, ta: bool = False, tb: bool = False, add: bool = False) -> Tensor:
-    """out (=, +=) a b of matrices, either given transposed; ta sums over rows of a and b."""
-    _ops().matmul(a, ta, b, tb, out, add, half)
+SET, ADD, SUB = range(3)
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor, half: bool, *, ta: bool = False, tb: bool = False, mode: int = SET) -> Tensor:
+    """out (=, +=, -=) a b of matrices, either given transposed; ta sums over rows of a and b."""
+    _ops().matmul(a, ta, b, tb, out, mode, half)
     return out
+
+
+def _head(x: Tensor, head: int) -> Tensor:
+    """The rows (B T, d) of one head of x (B, H, T, d), where they lie: outputs of the stages keep their heads side by side."""
+    return x[:, head].view(-1, x.shape[-1])  # never a copy: they are written to
 
 
 class _Layer(torch.autograd.Function):
@@ -74,8 +82,11 @@ class _Layer(torch.autograd.Function):
         alpha, eta, theta = open_.permute(2, 0, 3, 1, 4) if phase is not None else open_.squeeze(-1).permute(2, 0, 3, 1)
         theta = ((1 - eta) * theta if form.momentum else theta) / form.divisor
         given = (theta, eta if form.momentum else None, alpha if form.decay else None)
+        towards = None if phase is not None else init1
         convolved, remembered, normed = _Stage(_ConvHeads), _Stage(_Linear if phase is None else _Deep), _Stage(_GatedNorm)
         q, k, v = convolved.forward(u, tail.contiguous(), conv.contiguous(), form.heads, form.scale)
+        for head, w in enumerate(() if towards is None else towards):  # W k - v = (W - W_0) k - (v - W_0 k)
+            _product(_head(k, head), w, _head(v, head), half, tb=True, mode=SUB)
         if keep and phase is not None:
             network = form.network
             flags = (form.chunk, READS.index(form.read), network.norm, network.residual, network.eps, half)
@@ -93,10 +104,12 @@ class _Layer(torch.autograd.Function):
         else:
             y, matrix = linear_exact(q, k, v, *given, MatrixState(*state), chunk=form.chunk, read=form.read, precision=form.precision)
             new = [*matrix]
+        for head, w in enumerate(() if towards is None else towards):
+            _product(_head(q, head), w, _head(y, head), half, tb=True, mode=ADD)
         o = normed.forward(y, g, norm.contiguous())
         result = _product(o.view(B * T, D), out, x.new_empty(B * T, D), half, tb=True).view(B, T, D)
         if keep:
-            ctx.save_for_backward(x, qkv, gate, gates, out)
+            ctx.save_for_backward(x, qkv, gate, gates, out, towards)
             ctx.form, ctx.deep, ctx.stages = form, phase is not None, (convolved, remembered, normed)
             ctx.open_, ctx.o = open_, o
         return result, next_tail(u, tail), *new
@@ -104,7 +117,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dresult: Tensor, dnext: Tensor, *dstate: Any) -> tuple[Tensor | None, ...]:
-        x, qkv, gate, gates, out = ctx.saved_tensors
+        x, qkv, gate, gates, out, towards = ctx.saved_tensors
         form, (convolved, remembered, normed) = ctx.form, ctx.stages
         (B, T, D), half = x.shape, _half(form.precision)
         rows, up = x.reshape(B * T, D), dresult.reshape(B * T, D)
@@ -117,6 +130,15 @@ class _Layer(torch.autograd.Function):
         else:
             dq, dk, dv, *dgiven, _, dW, dS = remembered.backward(dy, *dstate)[:9]
             dinit1, dinit2, dstate = None, None, (dW, dS)
+            if towards is not None:
+                dinit1 = torch.empty_like(towards)
+                for head, (w, dw) in enumerate(zip(towards, dinit1, strict=True)):
+                    q, k = (_head(z, head) for z in remembered.saved_tensors[:2])
+                    up_y, up_v = _head(dy, head), _head(dv, head)
+                    _product(up_y, w, _head(dq, head), half, mode=ADD)
+                    _product(up_v, w, _head(dk, head), half, mode=SUB)
+                    _product(up_y, q, dw, half, ta=True)
+                    _product(up_v, k, dw, half, ta=True, mode=SUB)
         du, dtail, dconv, _, _ = convolved.backward(dq, dk, dv)
         if behind := dtail.shape[1]:  # the next tail is the end of [tail; u]
             own = min(behind, T)
@@ -125,8 +147,8 @@ class _Layer(torch.autograd.Function):
         dz = _gates_backward(ctx.open_, dgiven, form)
         du, dg, dz = (d.view(B * T, -1) for d in (du, dg, dz))
         dx = torch.empty_like(rows)
-        for d, w, add in ((du, qkv, False), (dg, gate, True), (dz, gates, True)):
-            _product(d, w, dx, half, add=add)
+        for d, w, mode in ((du, qkv, SET), (dg, gate, ADD), (dz, gates, ADD)):
+            _product(d, w, dx, half, mode=mode)
         dweights = (_product(d, rows, torch.empty_like(w), half, ta=True) for d, w in ((du, qkv), (dg, gate), (dz, gates)))
         return None, None, None, dx.view(B, T, D), dtail, *dweights, dz.sum(0), dconv, dnorm, dout, dinit1, dinit2, *dstate
 

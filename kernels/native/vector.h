@@ -162,10 +162,13 @@ __attribute__((noinline)) void transpose_exact(const float* src, long lds, long 
     for (long r = 0; r < rows; ++r) dst[c * ldd + r] = src[r * lds + c];
 }
 
-// n rows of d numbers into scratch rows padded with zeros.
-__attribute__((noinline)) void copy_in(const float* src, long stride, long n, long d, float* dst, long ld) {
+// n rows of d numbers into scratch rows padded with zeros. The same rows `ahead` numbers further on are asked for from memory: those of the
+// next chunk, which the prefetcher does not foresee when rows are far apart.
+__attribute__((noinline)) void copy_in(const float* src, long stride, long n, long d, float* dst, long ld, long ahead = 0) {
   long whole = d / VL * VL, width = pad(d);
   for (long t = 0; t < n; ++t) {
+    if (ahead)
+      for (long j = 0; j < d; j += 16) __builtin_prefetch(src + t * stride + ahead + j, 0, 2);
     for (long j = 0; j < whole; j += VL) store(dst + t * ld + j, load(src + t * stride + j));
     if (whole < width) {
       R x{};

@@ -9,6 +9,7 @@ is the streaming service's.
 
 import mlflow
 import pandas as pd
+from mlflow.exceptions import MlflowException
 from mlflow.pyfunc import PythonModel, PythonModelContext
 
 
@@ -23,13 +24,21 @@ class RegisteredForecaster(PythonModel):
     ) -> pd.DataFrame:
         import polars as pl
 
+        from connectors.errors import UserError
         from pipelines.forecasting.job import forecast_frame
 
         params = params or {}
         frame = pl.from_pandas(model_input, nan_to_null=True)
-        if frame.schema["ds"] == pl.String:
-            frame = frame.with_columns(pl.col("ds").str.to_datetime(time_zone="UTC").dt.replace_time_zone(None))
-        forecast = forecast_frame(self.forecaster, frame, horizon=params.get("h"), quantiles=params.get("quantiles"))
+        try:
+            if frame.schema["ds"] == pl.String:
+                frame = frame.with_columns(pl.col("ds").str.to_datetime(time_zone="UTC").dt.replace_time_zone(None))
+            forecast = forecast_frame(self.forecaster, frame, horizon=params.get("h"), quantiles=params.get("quantiles"))
+            unseen = forecast.filter(pl.col("mean").is_nan())["unique_id"].to_list()
+            if unseen:  # NaN is no JSON
+                raise UserError(f"series {unseen[0]!r} has no observed value: there is nothing to forecast from")
+        except (UserError, pl.exceptions.PolarsError) as error:
+            # The scoring server answers 400 with this line; anything else it calls unexpected, with a traceback.
+            raise MlflowException.invalid_parameter_value(str(error).splitlines()[0]) from None
         return forecast.to_pandas()
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -56,8 +56,19 @@ class _Settings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
 
 
+def _without_secrets(uri: str) -> str:
+    try:
+        tables.refuse_secrets(uri)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    return uri
+
+
+Uri = Annotated[str, pydantic.AfterValidator(_without_secrets)]
+
+
 class Input(_Settings):
-    uri: str
+    uri: Uri
     id_column: str | None = "unique_id"
     time_column: str = "ds"
     target_column: str = "y"
@@ -75,7 +86,7 @@ class Output(_Settings):
     """uri: the table to write; `{as_of}` in it becomes the date. keep_other_dates: one table for all dates; a run
     replaces the rows of its own date and leaves the others."""
 
-    uri: str
+    uri: Uri
     keep_other_dates: bool = False
 
 
@@ -605,22 +616,11 @@ def _shard_or_mistake(shard: Shard) -> Part | str:
 
 def _deliver(parts: Sequence[Path], job: Job, as_of: str) -> str:
     """Replace the table, or the rows of this date in it. The parts are read one at a time."""
-    forecasts = (pl.read_parquet(part) for part in parts)
     uri = job.output.uri.replace("{as_of}", as_of.replace(":", ""))
     if "://" not in uri:
         Path(uri).parent.mkdir(parents=True, exist_ok=True)
-    if not job.output.keep_other_dates:
-        tables.write(forecasts, uri)
-        return uri
-    if "://" in uri:
-        raise UserError(f"keep_other_dates works on local tables, not on {uri}: put {{as_of}} into the address instead")
-    with FileLock(f"{uri}.lock"):
-        if Path(uri).exists():
-            others = tables.read(uri).with_columns(pl.col("as_of").cast(pl.String)).filter(pl.col("as_of") != as_of)
-            new = pl.concat(forecasts).cast(others.schema)
-            tables.write(pl.concat([others, new]).sort("as_of", "unique_id", "ds"), uri)
-        else:
-            tables.write(forecasts, uri)
+    forecasts = (pl.read_parquet(part) for part in parts)
+    tables.write(forecasts, uri, replacing={"as_of": as_of} if job.output.keep_other_dates else None)
     return uri
 
 

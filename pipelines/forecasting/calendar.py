@@ -82,7 +82,10 @@ def phases(
     """A function from stamps (n,) to the slot of each in every season (n, G), as float32 (whole numbers); by the wall clock of `zone`."""
 
     def phase(ds: NDArray[Any]) -> NDArray[np.float32]:
-        at = steps(wall_clock(np.asarray(ds), frequency, zone), frequency)
+        stamps = np.asarray(ds)
+        if stamps.dtype.kind != "M" and zone is not None and not frequency.endswith("i"):
+            stamps = stamps.astype(np.int64).view("datetime64[us]")  # a stream's times
+        at = steps(wall_clock(stamps, frequency, zone), frequency)
         return np.stack([at // s.stride % s.slots for s in seasons], axis=-1).astype(np.float32)
 
     return phase
@@ -105,7 +108,7 @@ def to_zone(ds: pl.Series, frequency: str, zone: str | None) -> pl.Series:
 
 def wall_clock(ds: NDArray[Any], frequency: str, zone: str | None) -> NDArray[Any]:
     """Stamps of a grid as the zone's wall clock shows them, without a zone. (n,) -> (n,)."""
-    if zone is None or ds.dtype.kind != "M" or on_wall_clock(frequency):
+    if zone in (None, "UTC") or ds.dtype.kind != "M" or on_wall_clock(frequency):
         return ds
     shown = pl.Series(ds.astype("datetime64[us]")).dt.replace_time_zone("UTC").dt.convert_time_zone(zone)
     return shown.dt.replace_time_zone(None, ambiguous="earliest").to_numpy()

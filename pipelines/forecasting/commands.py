@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperGroup
 
+from pipelines import DEFAULT_TRACKING_URI
+
 if TYPE_CHECKING:
     from pipelines.forecasting.reading import Reading
 
@@ -173,6 +175,56 @@ def validate(
     typer.echo(json.dumps(report.to_json()) if as_json else report.text())
     if not report.ok:
         raise typer.Exit(2)
+
+
+class CalendarName(StrEnum):
+    hour = "hour"
+    weekday = "weekday"
+    monthday = "monthday"
+    month = "month"
+    year = "year"
+
+
+@reads_a_table
+def tune(
+    data: Annotated[str, typer.Argument(help="Table of the series: a file, a folder or glob of Parquet files, a URI.")],
+    id_column: Annotated[str, typer.Option(help="Column that names the series; empty: one series.")] = "unique_id",
+    time_column: Annotated[str, typer.Option(help="Column of the time stamps.")] = "ds",
+    target_column: Annotated[str, typer.Option(help="Column to forecast.")] = "y",
+    frequency: Annotated[str | None, typer.Option(help="Step of the series; inferred when not given.")] = None,
+    horizon: Annotated[int, typer.Option(min=1, help="Steps to forecast.")] = 24,
+    trials: Annotated[int, typer.Option(min=1, help="Points of the space to try at most.")] = 20,
+    workers: Annotated[int, typer.Option(min=1, help="Trials at a time, one core each.")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of a training that is not stopped early.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    space: Annotated[Path | None, typer.Option(help="YAML file: for each parameter the values to try, as look_back: [48, 96].")] = None,
+    future_covariate: Annotated[list[str] | None, typer.Option(help="Column that is known ahead; repeatable.")] = None,
+    historic_covariate: Annotated[list[str] | None, typer.Option(help="Column known once it happened; repeatable.")] = None,
+    static_covariate: Annotated[list[str] | None, typer.Option(help="Column that belongs to the series; repeatable.")] = None,
+    calendar: Annotated[list[CalendarName] | None, typer.Option(help="Covariate made of the stamp; repeatable.")] = None,
+    tracking_uri: Annotated[str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store.")] = DEFAULT_TRACKING_URI,
+    model_name: Annotated[str, typer.Option(help="Name of the model that is to be trained.")] = "forecaster",
+    output: Annotated[Path, typer.Option(help="Folder of the study; the same command goes on with what lies there.")] = Path("runs/tune"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")] = False,
+    reading: Any = None,
+) -> None:
+    """Search for good parameters on validation rows, hopeless trials stopped early; tethys train --params takes the file it writes."""
+    from pipelines import cli
+    from pipelines.forecasting import tune as search
+
+    result = search.tune(
+        data, id_column=id_column or None, time_column=time_column, target_column=target_column, frequency=frequency, horizon=horizon,
+        trials=trials, workers=workers, epochs=epochs, seed=seed, space=space, tracking_uri=tracking_uri, model_name=model_name, output=output,
+        reading=reading, future=tuple(future_covariate or ()), historic=tuple(historic_covariate or ()), static=tuple(static_covariate or ()),
+        calendar=tuple(feature.value for feature in calendar or ()),
+    )  # fmt: skip
+    cli._show(result, as_json)
+
+
+def read_params(path: Path) -> dict[str, Any]:
+    from pipelines.forecasting import tune as search
+
+    return search.read_params(path)
 
 
 @forecasts.command("run", epilog="Example: tethys forecast run job.yaml --as-of 2018-01-01")

@@ -150,22 +150,23 @@ class Encoder:
 
         future: `unique_id, ds` and the covariates known ahead, in any order. Raises UserError that names the rows and values that lack.
         """
-        ahead = np.stack([continue_grid(d, self.frequency, horizon) for d in last])
+        ends, which = np.unique(last, return_inverse=True)
+        ahead = np.stack([continue_grid(d, self.frequency, horizon) for d in ends])[which]
         rows = None
         if self.future:
-            ends = pl.DataFrame({"unique_id": list(ids), "ds": last})
             if future is None:
                 raise UserError(
                     f"the model needs {', '.join(map(repr, self.ahead))} at the {horizon} rows of the horizon: give a table of the future "
                     "(unique_id, ds, covariates)"
                 )
-            rows, report = check_future(ends, future, self.ahead, frequency=self.frequency, horizon=horizon)
+            known = pl.DataFrame({"unique_id": list(ids), "ds": last})
+            rows, report = check_future(known, future, self.ahead, frequency=self.frequency, horizon=horizon)
             report.require()
             order = pl.DataFrame({"unique_id": np.repeat(np.array(ids, dtype=object), horizon).tolist(), "ds": ahead.reshape(-1)})
             rows = order.join(rows.with_columns(pl.col("ds").cast(order.schema["ds"])), on=["unique_id", "ds"], how="left", maintain_order="left")
-        known = self._known(rows, ahead.reshape(-1)).reshape(len(ahead), horizon, -1)
+        given = self._known(rows, ahead.reshape(-1)).reshape(len(ahead), horizon, -1)
         historic = np.zeros((len(ahead), horizon, sum(c.width for c in self.historic)), dtype=np.float32)
-        return np.concatenate([known, historic, np.repeat(static[:, None], horizon, axis=1)], axis=2)
+        return np.concatenate([given, historic, np.repeat(static[:, None], horizon, axis=1)], axis=2)
 
     def unknown(self, table: pl.DataFrame | None) -> dict[str, tuple[str, ...]]:
         """Levels of each category that training did not see."""

@@ -44,6 +44,7 @@ from titans_core.training import (
     learn_patches,
     replay,
     validation_error,
+    weigh,
 )
 
 # Enough windows for a few hundred weights a step; more cost time and memory and change little.
@@ -59,9 +60,10 @@ class TitansForecaster(BaseEstimator):
     quantiles in rising order; valid_share of the rows, at the end, choose the settings and calibrate the quantiles; epochs and seed of
     the network; frequency of the series (inferred where None). blocks: Titans blocks (`lmm`, `mac`, `mag`, `mal` ...) over patches of
     patch_rows rows, with memories of the given rule; they are kept only where they help on validation. zone: IANA name of the wall clock
-    that days and weeks follow (UTC where None). future, historic, static: columns known ahead, known once they happened, and of the series
-    itself; calendar: features of the stamp (`pipelines.forecasting.covariates`). outcomes: an outcome memory beside the sequence memory,
-    kept only where it helps on validation; each row is then read by itself, which takes about a hundred times as long.
+    that days and weeks follow (UTC where None). scale_lag: training errors are measured in each series' mean absolute difference over so
+    many rows, what MASE divides by (None: in its running deviation). future, historic, static: columns known ahead, known once they
+    happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`). outcomes: an outcome memory
+    beside the sequence memory, kept only where it helps on validation; each row is then read by itself, which takes far longer.
 
     After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
     """
@@ -81,6 +83,7 @@ class TitansForecaster(BaseEstimator):
         patch_rows: int = 8,
         rule: Rule = "exact",
         zone: str | None = None,
+        scale_lag: int | None = None,
         future: tuple[str, ...] = (),
         historic: tuple[str, ...] = (),
         static: tuple[str, ...] = (),
@@ -100,6 +103,7 @@ class TitansForecaster(BaseEstimator):
         self.patch_rows = patch_rows
         self.rule = rule
         self.zone = zone
+        self.scale_lag = scale_lag
         self.future = future
         self.historic = historic
         self.static = static
@@ -148,7 +152,7 @@ class TitansForecaster(BaseEstimator):
         train = torch.arange(self.look_back, border - self.horizon + 1, stride)
         valid = torch.arange(border, total - self.horizon + 1, stride)
         try:
-            self.line_, train_windows, valid_windows = _solved(model, start, rows, border, train, valid)
+            self.line_, train_windows, valid_windows = self._solved(model, start, rows, border, train, valid)
         except ValueError as error:
             raise UserError(
                 f"{error}: too many values are missing, or no series is as long as look-back and horizon"
@@ -158,7 +162,7 @@ class TitansForecaster(BaseEstimator):
         tell = None if progress is None else (lambda epoch, error: progress(epoch, 2 * self.epochs, error))
         self.valid_error_ = fit_network(self.forecaster_, self.line_, train_windows, valid_windows, settings, tell)
         if self.blocks and learn_patches(model, start, rows, train, valid, epochs=2 * self.epochs, seed=self.seed):
-            (valid_windows,), _ = replay(model, start, rows, [valid])
+            (valid_windows,) = self._windows(model, start, rows, border, [valid])
             self.valid_error_ = validation_error(model, valid_windows.x, valid_windows.y)
         calibrate(self.forecaster_, valid_windows)
         self.outcome_ = self._learn_outcomes(rows, train_windows, valid_windows, border) if self.outcomes else None
@@ -169,14 +173,14 @@ class TitansForecaster(BaseEstimator):
         model = self.forecaster_
         if model.config.covariates is not None or model.config.memory != "carried":
             raise UserError("outcomes are learnt beside a carried memory without covariates: leave one of them out")
-        both = Windows(*(torch.cat([getattr(train, f.name), getattr(valid, f.name)]) for f in dataclasses.fields(Windows)))
+        both = torch.cat([train.x, valid.x]), torch.cat([train.y, valid.y])
         # What it forgets by is counted in the shortest cycle, and in no fewer rows than hourly series have.
         config = OutcomeConfig.daily(model, max((24, *natural_cycles(self.frequency_)[:1])))
         few = slice(0, JUDGED_SERIES)
         try:
-            learner = Learner(model, _fitted(config, train, model))
+            learner = Learner(model, _fitted(config, model, train.x, train.y))
             self.outcome_gain_ = gain_on(learner, rows.y[few], rows.observed[few], rows.phase[few], border)
-            return _fitted(config, both, model) if self.outcome_gain_ < 1.0 else None
+            return _fitted(config, model, *both) if self.outcome_gain_ < 1.0 else None
         except ValueError:  # fewer windows than features: nothing to learn a context from
             return None
 
@@ -250,8 +254,9 @@ class TitansForecaster(BaseEstimator):
                     beside = np.concatenate([np.zeros((gap, beside.shape[1]), np.float32), beside])
             one = select(state, [at])
             with torch.inference_mode():
-                slots = torch.from_numpy(self._slots(phase, ds, beside))[None]
-                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], slots)
+                calendar = self._slots(phase, ds)
+                slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=1)
+                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(slots)[None])
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]
         self.state_, self.ids_, self.last_ds_, self.static_ = state, tuple(ids), np.array(last_ds), np.array(static)
@@ -374,6 +379,42 @@ class TitansForecaster(BaseEstimator):
         if not hasattr(self, "forecaster_"):
             raise UserError("this forecaster is not fitted: call fit, or load a saved one")
 
+    def _solved(
+        self, model: Forecaster, start: ForecasterState, rows: Rows, border: int, train: torch.Tensor, valid: torch.Tensor
+    ) -> tuple[Line, Windows, Windows]:
+        """The line, and the windows of training and validation; the effect of covariates stays where it makes the line better over all folds."""
+        plain, plain_valid = self._windows(model, start, rows, border, [train, valid])
+        line = fit_line(model, plain, plain_valid)
+        covariates = model.config.covariates
+        if covariates is None or not covariates.future:
+            return line, plain, plain_valid
+        fit_effect(model, start, rows.first(border), train)
+        found, found_valid = self._windows(model, start, rows, border, [train, valid])
+        if (better := fit_line(model, found, found_valid)).score < line.score:
+            return better, found, found_valid
+        model.effect.zero_()
+        return fit_line(model, plain, plain_valid), plain, plain_valid
+
+    def _windows(
+        self, model: Forecaster, start: ForecasterState, rows: Rows, border: int, groups: list[torch.Tensor]
+    ) -> list[Windows]:
+        """The windows at the origins of each group, with their weights. Where most series are older than a look-back, younger ones teach nothing."""
+        found, _ = replay(model, start, rows, groups)
+        scale = None
+        if self.scale_lag is not None:
+            known = torch.where(rows.observed, rows.y, torch.nan)[:, :border]
+            difference = (known[:, self.scale_lag :] - known[:, : -self.scale_lag]).abs()
+            scale = difference.nanmean(1).nan_to_num(0.0)
+        age = rows.observed.cumsum(1)
+        old = [(age[:, origins - 1] >= self.look_back).T.flatten() for origins in groups]
+        seen = [torch.isfinite(windows.y).any(1) for windows in found]
+        if 2 * sum(int((o & s).sum()) for o, s in zip(old, seen, strict=True)) >= sum(int(s.sum()) for s in seen):
+            found = [
+                dataclasses.replace(windows, y=torch.where(o.unsqueeze(1), windows.y, torch.nan)) for windows, o in zip(found, old, strict=True)
+            ]
+        scales = [None if scale is None else scale.repeat(len(origins)) for origins in groups]
+        return [weigh(windows, one) for windows, one in zip(found, scales, strict=True)]
+
     @property
     def _no_static(self) -> NDArray[np.float32]:
         return np.empty((0, sum(c.width for c in self.encoder_.static)), np.float32)
@@ -397,11 +438,9 @@ class TitansForecaster(BaseEstimator):
             return start
         return initial_memory(model, start, rows.first(border))
 
-    def _slots(self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any], beside: NDArray[np.float32]) -> NDArray[Any]:
-        """(T, F) slots and covariates of rows; with an outcome memory (T + H, F), the horizon after the last row too."""
-        if self.outcome_ is None:
-            return np.concatenate([phase(ds), beside], axis=1)
-        return phase(np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
+    def _slots(self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any]) -> NDArray[Any]:
+        """(T, G) slots of rows; with an outcome memory (T + H, G), those of the horizon after the last row too."""
+        return phase(ds if self.outcome_ is None else np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
 
     def _read(self, model: Forecaster | Learner, table: Panel) -> tuple[ForecasterState | LearnerState, NDArray[Any], NDArray[np.float32]]:
         """Fresh memories that have read every series from its first row to its last; the stamps of the last rows; static covariates."""
@@ -418,7 +457,10 @@ class TitansForecaster(BaseEstimator):
                     y, seen, ds, beside = (
                         np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds, given)
                     )
-                    slots = np.stack([self._slots(phase, row, its) for row, its in zip(ds, beside, strict=True)])
+                    # Most series of a table stand at the same stamps: their calendar is worked out once.
+                    alike = (ds == ds[0]).all()
+                    calendar = self._slots(phase, ds[0])[None].repeat(len(ds), 0) if alike else np.stack([self._slots(phase, row) for row in ds])
+                    slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=2)
                     state = model.initial_state(len(some))
                     parts.append(
                         model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
@@ -455,9 +497,11 @@ class TitansForecaster(BaseEstimator):
         if not len(ids):
             raise UserError("nothing to forecast: this forecaster knows no series; give it a frame")
         phase = phases(self.frequency_, config.seasons, self.zone)
-        stamps = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in last_ds])
+        ends, which = np.unique(last_ds, return_inverse=True)
+        grid = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in ends])
+        stamps = grid[which]
         beside = self.encoder_.of_future(ids, last_ds, static, future, config.horizon)
-        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in stamps]), beside], axis=2))
+        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in grid])[which], beside], axis=2))
         with torch.inference_mode():
             mean = model.expected(state, ahead).numpy()
             around = model.forecast(state, ahead).numpy()
@@ -471,26 +515,9 @@ class TitansForecaster(BaseEstimator):
         return pl.DataFrame(columns)
 
 
-def _solved(
-    model: Forecaster, start: ForecasterState, rows: Rows, border: int, train: torch.Tensor, valid: torch.Tensor
-) -> tuple[Line, Windows, Windows]:
-    """The line, and the windows of training and validation; the effect of covariates stays where it makes the line better over all folds."""
-    (plain, plain_valid), _ = replay(model, start, rows, [train, valid])
-    line = fit_line(model, plain, plain_valid)
-    covariates = model.config.covariates
-    if covariates is None or not covariates.future:
-        return line, plain, plain_valid
-    fit_effect(model, start, rows.first(border), train)
-    (found, found_valid), _ = replay(model, start, rows, [train, valid])
-    if (better := fit_line(model, found, found_valid)).score < line.score:
-        return better, found, found_valid
-    model.effect.zero_()
-    return fit_line(model, plain, plain_valid), plain, plain_valid
-
-
-def _fitted(config: OutcomeConfig, windows: Windows, model: Forecaster) -> OutcomeMemory:
-    known = windows.x.isfinite().all(1)
-    return OutcomeMemory(config).fit(windows.x[known], windows.y[known], model.line)
+def _fitted(config: OutcomeConfig, model: Forecaster, x: torch.Tensor, y: torch.Tensor) -> OutcomeMemory:
+    known = x.isfinite().all(1)
+    return OutcomeMemory(config).fit(x[known], y[known], model.line)
 
 
 def save_weights(model: Forecaster, path: str | Path, outcome: OutcomeMemory | None = None) -> None:

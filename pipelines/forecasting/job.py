@@ -6,6 +6,7 @@ import hashlib
 import json
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,14 @@ from numpy.typing import NDArray
 
 from connectors import tables
 from connectors.errors import UserError
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import validation
 from pipelines.forecasting.calendar import to_zone
 from pipelines.forecasting.covariates import Calendar, split_future
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
 from pipelines.forecasting.reading import STRICT, Reading, Table, read_table
+from pipelines.registry.card import forecaster_card
 from pipelines.windows import Executor, Panel, panel, ray_cluster
 from titans_core.config import Mixer
 
@@ -85,13 +87,17 @@ def train(
     output: str | Path = "runs/train",
     epochs: int = 8,
     blocks: tuple[Mixer, ...] = (),
+    outcomes: bool = False,
     reading: Reading = STRICT,
     future: tuple[str, ...] = (),
     historic: tuple[str, ...] = (),
     static: tuple[str, ...] = (),
     calendar: tuple[Calendar, ...] = (),
+    parameters: Mapping[str, Any] | None = None,
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
+
+    `parameters` of the forecaster, as a search leaves them (`pipelines.forecasting.tune.read_params`), come before those given one by one.
 
     The last fifth of the rows is the backtest; the model is trained and chosen on the rows before it, and its memories then read on to the
     end. Where covariates must be known ahead and no future of them is given, the forecasts begin one horizon before the end. Raises
@@ -100,6 +106,8 @@ def train(
     from pipelines import tracking
 
     began = time.monotonic()
+    given = dict(parameters or {})
+    future, historic, static = (tuple(given.get(kind, names)) for kind, names in (("future", future), ("historic", historic), ("static", static)))
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
@@ -115,12 +123,15 @@ def train(
         executor=executor,
     )
     table = found.panel
-    known = _border(table, look_back, horizon)
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
-    model = TitansForecaster(
-        horizon=horizon, look_back=look_back, epochs=epochs, seed=seed, frequency=table.frequency, blocks=blocks,
-        zone=found.zone, future=future, historic=historic, static=static, calendar=calendar,
-    )  # fmt: skip
+    one_by_one: dict[str, Any] = {
+        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency,
+        "blocks": blocks, "outcomes": outcomes,
+        "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
+    }  # fmt: skip
+    model = TitansForecaster(**{**one_by_one, **given})
+    horizon, look_back, epochs, blocks = model.horizon, model.look_back, model.epochs, model.blocks
+    known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
     folder = Path(output)
@@ -142,18 +153,19 @@ def train(
 
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
-        "horizon": horizon, "seed": seed, "epochs": epochs, "penalty": model.line_.penalty,
-        "gap_penalty": model.line_.gap_penalty, "gap_share": model.line_.gap_share, "backtest_origins": len(contest.origins),
-        "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
+        "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
+        "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins),
+        "blocks": " ".join(blocks), "outcomes": model.outcome_ is not None,
+        "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
     metrics = _metrics(board)
     with tracking.run(store, f"train {model_name}", params=params) as run:
         run.log_metrics(metrics)
         frame = table.frame()
-        run.log_dataset(frame, name=Path(data).name, source=data)
+        digest = run.log_dataset(frame, name=Path(data).name, source=data)
         run.log_figure(figure, "forecast.png")
-        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(seed)), ("run", run.id)]
+        facts = [*_facts(contest, data, time.monotonic() - began), ("seed", str(model.seed)), ("run", run.id)]
         write_page(paths["report.html"], contest, paths["backtest.parquet"], f"{model_name}, just trained", data, found.report, facts)
         for name in ("leaderboard.json", "backtest.parquet", "forecasts.parquet", "report.html"):
             run.log_file(paths[name])
@@ -161,6 +173,11 @@ def train(
         past = example.frame().filter(pl.col("unique_id") == name).tail(look_back)
         # A served model reads the future of its covariates from the rows after the last value.
         later = [] if ahead is None else [ahead.filter(pl.col("unique_id") == name)]
+        last = table.aligned()[0][known - 1]
+        trained_until = str(last) if last.dtype.kind != "M" else str(last.astype("datetime64[s]"))
+        about = {"source": data, "digest": digest, "series": len(table), "rows": len(table.y), "frequency": table.frequency}
+        levels = ", ".join(f"{q:g}" for q in contest.levels)
+        shape = {"look_back": look_back, "horizon": horizon, "quantiles": levels, "blocks": " ".join(blocks) or "none"}
         registered = tracking.register_forecaster(
             run,
             paths["model.safetensors"],
@@ -171,6 +188,8 @@ def train(
             output_example=forecast.filter(pl.col("unique_id") == name),
             params={"h": horizon, "quantiles": list(contest.levels)},
             metrics={k.removeprefix("tethys."): v for k, v in metrics.items() if k.startswith("tethys.")},
+            card=forecaster_card(model_name, data={**about, "trained_until": trained_until}, model=shape, leaderboard=board),
+            trained_until=trained_until,
         )
         link = run.link
     return TrainResult(
@@ -187,7 +206,7 @@ def backtest(
     target_column: str = "y",
     frequency: str | None = None,
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     origins: int = 4,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str | Path = "runs/backtest",
@@ -205,7 +224,7 @@ def backtest(
     model, name = _registered(model_name, version, tracking_uri)
     store = tracking.open_store(tracking_uri)
     found = read_table(
-        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        data, reading, frequency=frequency or model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names,
     )  # fmt: skip
     table = found.panel
@@ -244,7 +263,7 @@ def forecast(
     frequency: str | None = None,
     horizon: int | None = None,
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     output: str = "runs/forecast.parquet",
     reading: Reading = STRICT,
@@ -252,7 +271,7 @@ def forecast(
     """Forecast every series of a table with a registered model, and write the table of forecasts (replaced as a whole)."""
     model, name = _registered(model_name, version, tracking_uri)
     found = read_table(
-        data, reading, frequency=frequency, id_column=id_column, time_column=time_column, target_column=target_column,
+        data, reading, frequency=frequency or model.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
         covariates=model.encoder_.names, ahead=model.encoder_.ahead,
     )  # fmt: skip
     table = found.panel
@@ -321,7 +340,7 @@ def missing_future(
     time_column: str = "ds",
     target_column: str = "y",
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     reading: Reading = STRICT,
 ) -> pl.DataFrame:
@@ -462,10 +481,12 @@ def _facts(contest: rolling.Backtest, data: str, seconds: float) -> list[tuple[s
 
 
 def digest(table: Panel) -> str:
-    """sha256 of ids, stamps and values: the same for the same rows, in whatever file they lie."""
+    """sha256 of ids, stamps, values and covariates: the same for the same rows, in whatever file they lie."""
     made = hashlib.sha256(json.dumps([table.frequency, *table.ids]).encode())
     for part in (table.offsets, table.ds, np.where(table.observed, table.y, np.nan)):
         made.update(np.ascontiguousarray(part).tobytes())
+    if table.covariates is not None:
+        made.update(table.covariates.write_csv().encode())
     return made.hexdigest()
 
 
@@ -497,6 +518,9 @@ class _bar:
 
     def reached(self, done: int, of: int) -> None:
         self._progress.update(self._task, completed=done)
+
+    def told(self, done: int, what: str) -> None:
+        self._progress.update(self._task, completed=done, error=what)
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()

@@ -12,14 +12,16 @@ from numpy.typing import NDArray
 
 from connectors.errors import UserError
 from pipelines.genomics.training import fit_length, predict
-from titans_core.classifier import SequenceClassifier, load
+from titans_core import dna_model
+from titans_core.classifier import Classifier, load
 from titans_core.config import ConfigError
+from titans_core.dna_model import ContextCounts, DnaModel
 from titans_core.tokenizers import TokenError, encode_bases
 
 AND = ";"  # between the classes of a multi-label prediction
 
 
-def load_classifier(path: Path) -> SequenceClassifier:
+def load_classifier(path: Path) -> Classifier:
     """The classifier of a weights file; UserError where there is none."""
     try:
         return load(path)[0]
@@ -29,7 +31,17 @@ def load_classifier(path: Path) -> SequenceClassifier:
         raise UserError(f"{error}: name a file that tethys genomics train --output wrote, or a registered model") from None
 
 
-def answer(model: SequenceClassifier, sequences: Sequence[str]) -> pl.DataFrame:
+def load_language_model(path: Path) -> tuple[DnaModel, ContextCounts]:
+    """The DNA language model of a file that `pretrain` wrote; UserError where there is none."""
+    try:
+        return dna_model.load(path)
+    except OSError as error:
+        raise UserError(f"the model {path} cannot be read ({error.strerror or error})") from None
+    except ConfigError as error:
+        raise UserError(f"{error}: name a file that tethys genomics pretrain wrote") from None
+
+
+def answer(model: Classifier, sequences: Sequence[str]) -> pl.DataFrame:
     """One row a sequence: length, prediction, prob_CLASS for every class in the model's order.
 
     The prediction is the most probable class; of a multi-label model, all classes from one half on, joined by ";".
@@ -40,7 +52,7 @@ def answer(model: SequenceClassifier, sequences: Sequence[str]) -> pl.DataFrame:
     return pl.DataFrame(columns, schema_overrides={"length": pl.Int64, "prediction": pl.String})
 
 
-def named(model: SequenceClassifier, probabilities: NDArray[np.float64]) -> list[str]:
+def named(model: Classifier, probabilities: NDArray[np.float64]) -> list[str]:
     """The predictions that probabilities (R, C) amount to."""
     classes = model.config.classes
     if model.config.task == "multi":

@@ -25,6 +25,11 @@ TrackingUri = Annotated[
 ]
 
 
+class Executor(StrEnum):
+    local = "local"
+    ray = "ray"
+
+
 class Strands(StrEnum):
     forward = "forward"
     both = "both"
@@ -86,6 +91,9 @@ def train(
         Strands, typer.Option(help="'both' or 'equivariant' for binding sites, 'forward' for promoters and splice sites.")
     ] = Strands.forward,
     length: Annotated[int | None, typer.Option(min=1, help="Bases the model looks at; the longest training row when not given.")] = None,
+    pretrained: Annotated[
+        Path | None, typer.Option(help="File that `pretrain` wrote: its language model is fine-tuned instead of a new network.")
+    ] = None,
     row_passes: Annotated[int, typer.Option(min=1, help="Rows shown in training, over all epochs.")] = 60_000,
     balanced: Annotated[bool, typer.Option(help="Give every class the same weight in the loss.")] = False,
     accept_leaks: Annotated[bool, typer.Option(help="Train although the audit refuses the data.")] = False,
@@ -96,22 +104,25 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Audit, train, score beside a k-mer regression on all rows and on the clean ones, log the run and register the model."""
+    from pipelines.genomics.answers import load_language_model
     from pipelines.genomics.datasets import read_splits
     from pipelines.genomics.report import register, train_and_report
     from pipelines.genomics.training import Settings
 
     settings = Settings(row_passes=row_passes, batch=64, rate=2e-3, weights="balanced" if balanced else None, seed=seed)
+    language_model = None if pretrained is None else load_language_model(pretrained)
     splits = read_splits(table, dev, test, seed=seed)
     with progress_bar("training") as progress:
         trained = train_and_report(
             *(rows for _, rows in splits.values()),
-            strands=strands.value, length=length, settings=settings, accept_leaks=accept_leaks, progress=progress,
+            strands=strands.value, length=length, settings=settings, accept_leaks=accept_leaks,
+            pretrained=language_model, progress=progress,
         )  # fmt: skip
     if output is not None:
         part = output.with_name("." + output.name)
         trained.save(part)
         part.replace(output)
-    params = {"row_passes": row_passes, "balanced": balanced, "seed": seed}
+    params = {"pretrained": pretrained, "row_passes": row_passes, "balanced": balanced, "seed": seed}
     version = register(trained, splits, tracking_uri=tracking_uri, name=model_name, alias=alias, params=params)
     shown = {**trained.to_json(), "version": version, "alias": alias}
     print(json.dumps(shown) if as_json else f"{trained.text()}\nmodel    {version}@{alias}")
@@ -139,6 +150,40 @@ def classify(
     print(json.dumps(asdict(summary)) if as_json else summary.line())
     if summary.status:
         raise typer.Exit(summary.status)
+
+
+@app.command(epilog="Example: tethys genomics track scores/ --genome hg38.fa --label enhancer --output enhancer.bw")
+def track(
+    scores: Annotated[Path, typer.Argument(help="Output folder of a classification job over BED intervals.")],
+    genome: Annotated[Path, typer.Option(help="FASTA that the intervals lie on.")],
+    label: Annotated[str, typer.Option(help="Class whose probability is drawn.")],
+    output: Annotated[Path, typer.Option(help="bigWig (.bw) or bedGraph (.bedgraph).")],
+) -> None:
+    """The probability of a class along a genome, for a genome browser; overlapping intervals are averaged base by base."""
+    from pipelines.genomics.tracks import write_track
+
+    print(f"{write_track(scores, genome, label, output)} stretches in {output}")
+
+
+@app.command(epilog="Example: tethys genomics stream run.fastq --follow --model models:/taxa@champion --output taxa.ndjson --checkpoint taxa.db")
+def stream(
+    source: Annotated[str, typer.Argument(help="FASTQ: a file (plain or compressed), a pipe, or '-' for standard input.")],
+    model: Annotated[str, typer.Option(help="A registered classifier, models:/NAME@ALIAS, or a file that `train --output` wrote.")],
+    output: Annotated[str, typer.Option(help="Where rows go: .ndjson, .csv, a folder .parquet, or kafka://HOST:PORT/TOPIC.")],
+    checkpoint: Annotated[Path, typer.Option(help="File that keeps the place; begin again with it after a crash or a stop.")],
+    follow: Annotated[bool, typer.Option(help="Wait for more at the end of a growing file.")] = False,
+    tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
+    as_json: Json = False,
+) -> None:
+    """Classify reads as they come, in order and each exactly once, in bounded memory. Exit status 3 when a read was refused."""
+    from dataclasses import asdict
+
+    from pipelines.genomics.stream import run
+
+    summary = run(source, model, checkpoint=checkpoint, output=output, follow=follow, tracking_uri=tracking_uri)
+    print(json.dumps(asdict(summary)) if as_json else summary.line())
+    if summary.dead:
+        raise typer.Exit(3)
 
 
 @app.command(
@@ -214,28 +259,27 @@ def pretrain(
     output: Annotated[Path, typer.Option(help="File for counts and weights.")],
     steps: Annotated[int, typer.Option(min=1, help="Training steps of 16,384 bases.")] = 120,
     measure: Annotated[str | None, typer.Option(help="Sequence file to report bits per base on.")] = None,
+    executor: Annotated[Executor, typer.Option(help="Count and train in this process, or on Ray.")] = Executor.local,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share each step, on Ray.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Make a DNA language model of genomes, and say how well it foretells another one with its memory on and off."""
-    import torch
+    from pipelines.genomics.pretraining import pretrain as make
+    from pipelines.genomics.pretraining import read_contigs
+    from titans_core.dna_model import DnaModelConfig, Training, bits_per_base, save, without_writes
 
-    from connectors.sequences import read
-    from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, save, without_writes
-    from titans_core.dna_model import train as train_model
-    from titans_core.tokenizers import encode_bases
-
-    contigs = [encode_bases(record.sequence) for path in genomes for record in read(path)]
-    config = DnaModelConfig()
-    counts = ContextCounts.of(contigs, config.orders)
-    torch.manual_seed(seed)
-    model = DnaModel(config)
-    history = train_model(model, counts, contigs, steps=steps, seed=seed)
-    save(model, counts, output)
+    contigs = read_contigs(genomes)
+    rows = None if measure is None else read_contigs([measure])
+    with progress_bar("pretraining") as progress:
+        training = Training(steps=steps, seed=seed)
+        model, counts, history = make(contigs, DnaModelConfig(), training, executor=executor.value, workers=workers, progress=progress)
+    part = output.with_name("." + output.name)
+    save(model, counts, part)
+    part.replace(output)
     last = history[-20:]
     found = {"bases": float(sum(map(len, contigs))), "train_bits_per_base": sum(last) / len(last)}
-    if measure is not None:
-        rows = [encode_bases(record.sequence) for record in read(measure)]
+    if rows is not None:
         total = sum(map(len, rows))
         found["carried_bits_per_base"] = sum(bits_per_base(model, counts, row)[0] * len(row) for row in rows) / total
         with without_writes(model):
@@ -253,11 +297,11 @@ def embed(
     import polars as pl
 
     from connectors.sequences import read
+    from pipelines.genomics.answers import load_language_model
     from titans_core.dna_model import embed as embed_codes
-    from titans_core.dna_model import load
     from titans_core.tokenizers import encode_bases
 
-    network, counts = load(model)
+    network, counts = load_language_model(model)
     rows = [
         {"id": record.id, "length": len(record.sequence), "vector": embed_codes(network, counts, encode_bases(record.sequence))}
         for record in read(source)

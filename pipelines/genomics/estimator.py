@@ -18,7 +18,7 @@ from sklearn.utils.validation import check_is_fitted
 from connectors.errors import UserError
 from pipelines.genomics.audit import clusters, split_by
 from pipelines.genomics.training import Rows, Settings, fit_length, predict, train_classifier
-from titans_core.classifier import Card, ClassifierConfig, SequenceClassifier, load, save
+from titans_core.classifier import Card, Classifier, ClassifierConfig, load, save
 
 SMALLEST = 8  # rows that a held-out part needs before its weighing of the branches means anything
 
@@ -116,7 +116,7 @@ class TitansSequenceClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[
             target[row, [place[str(name)] for name in label]] = 1
         return codes, target
 
-    def _keep(self, model: SequenceClassifier) -> None:
+    def _keep(self, model: Classifier) -> None:
         self.model_ = model
         self.classes_ = np.array(model.config.classes)
 

@@ -39,7 +39,7 @@ from connectors.errors import UserError
 from connectors.sequences import AnyRecord, Genome, Reader, read
 from pipelines import DEFAULT_TRACKING_URI
 from pipelines.genomics.answers import AND, answer, load_classifier
-from titans_core.classifier import SequenceClassifier
+from titans_core.classifier import Classifier
 
 DONE, WITH_BAD_RECORDS = 0, 3  # exit statuses; 2 is a mistake of the user and 1 a failure of the program
 
@@ -329,11 +329,15 @@ def _shards(reader: Reader, size: int) -> Iterator[list[AnyRecord]]:
         yield shard
 
 
-def _score(model: SequenceClassifier, path: Path, records: Sequence[AnyRecord], file: Path, job: ClassifyJob) -> None:
+def _score(model: Classifier, path: Path, records: Sequence[AnyRecord], file: Path, job: ClassifyJob) -> None:
     """One shard to one file, whole or not at all."""
     answers = answer(model, [record.sequence for record in records])
     frame = answers.insert_column(0, pl.Series("id", [record.id for record in records], pl.String))
     frame.insert_column(0, pl.Series("file", [path.name] * len(records)))
+    if job.genome is not None:  # where an interval lies; null for the records of other inputs
+        places = [getattr(record, "place", None) or (None,) * 4 for record in records]
+        kinds = {"contig": pl.String, "start": pl.Int64, "end": pl.Int64, "strand": pl.String}
+        frame = pl.concat([frame, pl.DataFrame(places, schema=kinds, orient="row")], how="horizontal")
     part = file.with_name("." + file.name)
     if job.format == "parquet":
         frame.write_parquet(part, metadata={"classes": json.dumps(model.config.classes)})

@@ -20,14 +20,15 @@ from pipelines.genomics.baselines import KmerRegression, fit_kmer_regression
 from pipelines.genomics.datasets import Labelled
 from pipelines.genomics.metrics import Score, scores
 from pipelines.genomics.training import Rows, Settings, describe, fit_length, predict, train_classifier, words_of
-from titans_core.classifier import Card, ClassifierConfig, SequenceClassifier, save
+from titans_core.classifier import Card, Classifier, ClassifierConfig, save
+from titans_core.dna_model import ContextCounts, DnaModel
 
 
 @dataclass(frozen=True)
 class Trained:
     """A classifier with its audit and its scores: scores[model][rows][metric], rows "all" or "clean"."""
 
-    model: SequenceClassifier
+    model: Classifier
     audit: Audit
     scores: dict[str, dict[str, dict[str, Score]]]
     digests: dict[str, str]
@@ -121,12 +122,14 @@ def train_and_report(
     length: int | None = None,
     settings: Settings | None = None,
     accept_leaks: bool = False,
+    pretrained: tuple[DnaModel, ContextCounts] | None = None,
     draws: int = 500,
     progress: Callable[[int, int, float], None] | None = None,
     **shape: Any,
 ) -> Trained:
     """Audit the splits, train, and score on test; `shape` goes to ClassifierConfig, `draws` resample for the intervals.
 
+    `pretrained`: a DNA language model that is fine-tuned in place of the motif network.
     `length`: bases the model looks at, the longest training row where None; the shortest row's leaves it no length to learn from.
 
     Raises UserError where the audit refuses and accept_leaks is not set. Dev rows that train holds are left out.
@@ -151,7 +154,7 @@ def train_and_report(
     parts = {"train": encode(train), "dev": encode(dev), "test": encode(test)}
     kmer: KmerRegression = fit_kmer_regression(parts["train"], parts["dev"], len(classes), strands=(words_of(strands),))
     config = ClassifierConfig(classes=classes, length=length, strands=strands, **shape)  # type: ignore[arg-type]
-    model = train_classifier(config, parts["train"], parts["dev"], settings, composition=kmer, progress=progress)
+    model = train_classifier(config, parts["train"], parts["dev"], settings, composition=kmer, pretrained=pretrained, progress=progress)
     codes, target = parts["test"]
     probabilities: dict[str, NDArray[np.float64]] = {"tethys": predict(model, codes), "kmer": kmer.probabilities(codes)}
     clean = found.clean["test"]
@@ -191,7 +194,7 @@ def register(
             version = tracking.register_classifier(
                 run,
                 weights,
-                asdict(config),
+                trained.model.settings(),
                 name=name,
                 alias=alias,
                 card=trained.card(name, {split: len(rows) for split, (_, rows) in splits.items()}),

@@ -14,8 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from connectors.errors import UserError
 from pipelines.genomics.baselines import KmerRegression, fit_kmer_regression
-from titans_core.classifier import ClassifierConfig, SequenceClassifier, reverse_complement
+from titans_core.classifier import Classifier, ClassifierConfig, SequenceClassifier, reverse_complement
+from titans_core.dna_classifier import from_language_model
+from titans_core.dna_model import ContextCounts, DnaModel
 from titans_core.tokenizers import N, encode_bases
 
 Rows = tuple[NDArray[np.uint8], NDArray[np.int64]]
@@ -118,13 +121,15 @@ def train_classifier(
     settings: Settings | None = None,
     *,
     composition: KmerRegression | None = None,
+    pretrained: tuple[DnaModel, ContextCounts] | None = None,
     progress: Callable[[int, int, float], None] | None = None,
-) -> SequenceClassifier:
+) -> Classifier:
     """Composition branch (convex), then the network, then both weighed on dev.
 
     Args:
         train, dev: encoded rows (R, length) and classes (R,), or (R, C) zeros and ones for a multi-label model.
         composition: a k-mer regression fitted before on the same rows; fitted here when it is not given.
+        pretrained: a DNA language model that is fine-tuned with a head, instead of the motif network.
     """
     settings = settings or Settings()
     multi = config.task == "multi"
@@ -138,7 +143,9 @@ def train_classifier(
     else:
         config = replace(config, kmer=0)
     torch.manual_seed(settings.seed)
-    model = SequenceClassifier(config)
+    if pretrained is not None and config.strands == "equivariant":
+        raise UserError("a language model reads one strand at a time: fine-tune with strands forward or both")
+    model: Classifier = SequenceClassifier(config) if pretrained is None else from_language_model(config, *pretrained)
     if model.composition is not None and composition is not None:
         with torch.no_grad():
             model.composition.weight.copy_(torch.from_numpy(composition.weight))
@@ -156,7 +163,7 @@ def words_of(strands: str) -> str:
     return "forward" if strands == "forward" else "both"
 
 
-def predict(model: SequenceClassifier, codes: NDArray[np.uint8], batch: int = 512) -> NDArray[np.float64]:
+def predict(model: Classifier, codes: NDArray[np.uint8], batch: int = 512) -> NDArray[np.float64]:
     """Probabilities (R, C) of encoded rows."""
     with torch.inference_mode():
         parts = [model.probabilities(part) for part in torch.from_numpy(codes).long().split(batch)]
@@ -165,7 +172,7 @@ def predict(model: SequenceClassifier, codes: NDArray[np.uint8], batch: int = 51
     return torch.cat(parts).double().numpy()
 
 
-def describe(model: SequenceClassifier) -> dict[str, Any]:
+def describe(model: Classifier) -> dict[str, Any]:
     """Numbers for a report."""
     return {
         "parameters": model.parameters_count,

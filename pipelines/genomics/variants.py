@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from connectors.errors import UserError
 from connectors.sequences import Genome, Source, Variant, variants
 from pipelines.genomics.training import fit_length
-from titans_core.classifier import SequenceClassifier, reverse_complement
+from titans_core.classifier import Classifier, SequenceClassifier, reverse_complement
 from titans_core.tokenizers import encode_bases
 
 
-def logits(model: SequenceClassifier, codes: NDArray[np.uint8], batch: int = 256) -> NDArray[np.float64]:
+def logits(model: Classifier, codes: NDArray[np.uint8], batch: int = 256) -> NDArray[np.float64]:
     """Centred logits (R, C) of encoded rows, averaged over both strands whatever the model was trained on."""
     found = []
     with torch.inference_mode():
@@ -39,7 +39,7 @@ def logits(model: SequenceClassifier, codes: NDArray[np.uint8], batch: int = 256
     return torch.cat(found).double().numpy() if found else np.zeros((0, len(model.config.classes)))
 
 
-def score_variants(model: SequenceClassifier, vcf: Source, genome: Genome | str | Path, *, batch: int = 256) -> Iterator[pl.DataFrame]:
+def score_variants(model: Classifier, vcf: Source, genome: Genome | str | Path, *, batch: int = 256) -> Iterator[pl.DataFrame]:
     """Frames of up to `batch` alleles, in the order of the file, one row an ALT allele; nothing is left out.
 
     Columns: contig, position (as in the VCF, 1-based), id, ref, alt, status, and effect_CLASS for every class (null unless
@@ -52,7 +52,7 @@ def score_variants(model: SequenceClassifier, vcf: Source, genome: Genome | str 
         yield _frame(model, rows)
 
 
-def _frame(model: SequenceClassifier, rows: list[Variant]) -> pl.DataFrame:
+def _frame(model: Classifier, rows: list[Variant]) -> pl.DataFrame:
     ok = [i for i, row in enumerate(rows) if row.status == "ok"]
     length = model.config.length
     shown = [rows[i].reference.decode() for i in ok] + [rows[i].alternative.decode() for i in ok]
@@ -77,7 +77,7 @@ def _frame(model: SequenceClassifier, rows: list[Variant]) -> pl.DataFrame:
     return pl.DataFrame(columns, schema_overrides={**texts, "position": pl.Int64, **numbers})
 
 
-def mutagenesis(model: SequenceClassifier, sequence: str, label: str, *, batch: int = 256) -> NDArray[np.float64]:
+def mutagenesis(model: Classifier, sequence: str, label: str, *, batch: int = 256) -> NDArray[np.float64]:
     """Effect on a class of every single substitution: (bases, 4), columns A, C, G, T; 0 where the base is the sequence's.
 
     3 L + 1 answers, `batch` at a time: memory does not grow with the number of substitutions.
@@ -116,7 +116,7 @@ def saliency(model: SequenceClassifier, sequence: str, label: str) -> NDArray[np
     return gradient - gradient.mean(1, keepdims=True)
 
 
-def _window(model: SequenceClassifier, sequence: str, label: str) -> tuple[NDArray[np.uint8], int]:
+def _window(model: Classifier, sequence: str, label: str) -> tuple[NDArray[np.uint8], int]:
     """A sequence as the model's padded codes, and the place of a class."""
     if len(sequence) > model.config.length:
         raise UserError(f"{len(sequence)} bases are more than the {model.config.length} that the model looks at: cut a window out")
@@ -125,11 +125,15 @@ def _window(model: SequenceClassifier, sequence: str, label: str) -> tuple[NDArr
     return fit_length([sequence], model.config.length).codes[0], model.config.classes.index(label)
 
 
-def explain(model: SequenceClassifier, sequence: str, label: str) -> pl.DataFrame:
-    """One row a base: position (0-based), base, saliency, and effect_A, effect_C, effect_G, effect_T of substituting it."""
-    effects, gradient = mutagenesis(model, sequence, label), saliency(model, sequence, label)
-    codes = encode_bases(sequence)
-    own = np.where(codes < 4, gradient[np.arange(len(codes)), np.minimum(codes, 3)], 0.0)
+def explain(model: Classifier, sequence: str, label: str) -> pl.DataFrame:
+    """One row a base: position (0-based), base, saliency, and effect_A, effect_C, effect_G, effect_T of substituting it.
+
+    A fine-tuned language model reads counts of words, which have no gradient: its saliency is 0.
+    """
+    effects, codes = mutagenesis(model, sequence, label), encode_bases(sequence)
+    own = np.zeros(len(codes))
+    if isinstance(model, SequenceClassifier):
+        own = np.where(codes < 4, saliency(model, sequence, label)[np.arange(len(codes)), np.minimum(codes, 3)], 0.0)
     columns = {f"effect_{base}": effects[:, i] for i, base in enumerate("ACGT")}
     return pl.DataFrame({"position": np.arange(len(codes)), "base": list(sequence.upper()), "saliency": own, **columns})
 

@@ -1,21 +1,30 @@
-"""How a running worker is watched: Prometheus metrics, health and readiness, and a line of progress for people."""
+"""How a running worker is watched and asked: Prometheus metrics, health and readiness, forecasts on demand, and a line of progress for
+people."""
 
 from __future__ import annotations
 
+import queue
 import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs
 
 import numpy as np
+import polars as pl
 
 from connectors.errors import UserError
+from connectors.streams.base import long_rows
+from connectors.streams.files import TIME_FORMAT
 
 # A worker that has not committed for so long is not ready: its source is silent or it hangs.
 READY_SECONDS = 60.0
+ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -33,10 +42,21 @@ class Step:
     """Records that wait in the source; None where it cannot tell."""
     checkpoint_bytes: int
 
+    def figures(self) -> dict[str, float]:
+        """What is worth keeping of a run: counts so far, and how the last batch went; NaN and unknown are left out."""
+        counters = self.counters
+        known = {name: float(counters[name]) for name in ("received", "accepted", "late", "duplicate", "alarms")}
+        known |= {"streams": float(self.streams), "surprise": self.surprise, "coverage": counters["covered"] / max(counters["judged"], 1)}
+        if self.latencies_ms:
+            known["latency_ms"] = sum(self.latencies_ms) / len(self.latencies_ms)
+        if self.lag is not None:
+            known["lag"] = float(self.lag)
+        return {name: value for name, value in known.items() if value == value}
+
 
 class Dials:
-    """Called with every `Step`. `port`: serve `/metrics`, `/healthz` (the process lives) and `/readyz` (it committed
-    within the last minute) on 127.0.0.1; 0 takes a free port (`address` says which)."""
+    """Called with every `Step`. `port`: serve `/metrics`, `/healthz` (the process lives), `/readyz` (it committed within the last minute) and
+    `/forecast?unique_id=NAME` (NDJSON; repeat the name for more streams) on 127.0.0.1; 0 takes a free port (`address` says which)."""
 
     def __init__(self, port: int | None = None, progress: bool = False):
         self._port, self._progress = port, progress
@@ -45,6 +65,7 @@ class Dials:
         self._before: Counter[str] = Counter()
         self._started, self._shown = time.monotonic(), 0.0
         self.address: str | None = None
+        self._asked: queue.SimpleQueue[tuple[list[str], Future[pl.DataFrame]]] = queue.SimpleQueue()
 
     def __enter__(self) -> Dials:
         if self._port is not None:
@@ -72,6 +93,30 @@ class Dials:
                 file=sys.stderr,
                 flush=True,
             )
+
+    def answer(self, forecasts: Callable[[list[str]], pl.DataFrame]) -> None:
+        """Called by the worker between two batches: whoever asked since gets the present forecasts."""
+        while not self._asked.empty():
+            names, future = self._asked.get()
+            try:
+                future.set_result(forecasts(names))
+            except UserError as error:
+                future.set_exception(error)
+
+    def _ask(self, query: str) -> tuple[int, str, bytes]:
+        names = parse_qs(query).get("unique_id", [])
+        if not names:
+            return 400, "text/plain", b"name a stream: /forecast?unique_id=NAME\n"
+        future: Future[pl.DataFrame] = Future()
+        self._asked.put((names, future))
+        try:
+            rows = long_rows(future.result(ANSWER_SECONDS))
+        except UserError as error:
+            return 404, "text/plain", f"{error}\n".encode()
+        except TimeoutError:
+            return 503, "text/plain", b"the worker is busy or stopped; ask again\n"
+        times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
+        return 200, "application/x-ndjson", rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode()
 
     def _serve(self, port: int) -> None:
         try:
@@ -104,8 +149,10 @@ class Dials:
                     status, kind, body = 200, "text/plain", b"alive\n"
                 elif self.path == "/readyz":
                     status, kind, body = (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"no commit\n")
+                elif self.path.partition("?")[0] == "/forecast":
+                    status, kind, body = dials._ask(self.path.partition("?")[2])
                 else:
-                    status, kind, body = 404, "text/plain", b"/metrics, /healthz, /readyz\n"
+                    status, kind, body = 404, "text/plain", b"/metrics, /healthz, /readyz, /forecast?unique_id=NAME\n"
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.end_headers()

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from connectors.checkpoints import CheckpointStore
+from connectors.errors import UserError
 from connectors.streams.base import DeadLetter, Record, dead_letter_frame
-from pipelines.streaming.event_time import CODE, VERDICTS, EventTime, Released, turns
+from pipelines.streaming.event_time import CODE, EVERY, VERDICTS, EventTime, Released, Schedule, turns
 from pipelines.streaming.journal import Arrivals, Rows, unpack_arrivals, unpack_rows
 from pipelines.streaming.monitors import LEVEL, OUTLIER, SCALE, UNUSUAL, UNUSUAL_BIT, Monitors, MonitorState, Verdict
 from pipelines.streaming.slots import Slots
@@ -99,6 +100,8 @@ class Outcome:
     counters: Counter[str]
     mean_surprise: float
     """Over the values of the batch that could be judged; NaN when there are none."""
+    verdicts: list[str]
+    """What became of each record of the batch, in their order."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +111,8 @@ class Round:
     names: list[str]
     ds: np.ndarray
     """(n,) int64."""
+    due: np.ndarray
+    """(n,) bool: answered with a forecast."""
     value: Tensor
     """(n,) float64, NaN: missing."""
     future: np.ndarray
@@ -120,9 +125,12 @@ class Round:
 
 
 class Engine:
-    def __init__(self, model: StreamModel, policy: EventTime, store: CheckpointStore, *, max_resident: int = 16_384):
+    def __init__(
+        self, model: StreamModel, policy: EventTime, store: CheckpointStore, *, max_resident: int = 16_384, schedule: Schedule = EVERY
+    ):
         self.model = model
         self.policy = policy
+        self.schedule = schedule
         self.store = store
         self.monitors = Monitors(model.quantiles, model.horizon)
         self.slots = Slots(self._fresh, store, max_resident, policy.remember)
@@ -169,7 +177,8 @@ class Engine:
             alarms=alarms.height,
             forecasts=forecasts.height * self.model.horizon,
         )
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item())
+        became = [VERDICTS[code] for code in verdicts.tolist()]
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item(), became)
 
     def _learn(self, rows: Rows, slots: np.ndarray) -> list[Round]:
         """Rounds of at most one row a stream, in order; each round is one batched step. slots (n,): of each row."""
@@ -210,7 +219,8 @@ class Engine:
             forecast = memory.forecast(model, self._with_covariates(self._phase(ahead)[which], rows.unique_id, future))
             write_(state.model, slots, model)
         verdict, low, high = self.monitors.row_(state.monitors, slots, value, forecast)
-        return Round(rows.unique_id, ds, value, future, forecast, low, high, verdict)
+        due = self.schedule.due(ds, rows.gap, self.policy.frequency)
+        return Round(rows.unique_id, ds, due, value, future, forecast, low, high, verdict)
 
     def _pass_gaps(self, rows: Rows, places: np.ndarray) -> None:
         """Let the streams that skipped steps of the grid pass them as missing rows: one call for each length of gap."""
@@ -245,12 +255,13 @@ class Engine:
             none, empty = np.empty(0, dtype=np.int64), torch.empty(0, horizon)
             _, verdict = self.monitors.judge(self.monitors.initial(0), torch.empty(0, dtype=torch.float64))
             forecast = torch.empty(0, horizon, len(self.model.quantiles))
-            return Round([], none, torch.empty(0), none.reshape(0, horizon), forecast, empty, empty, verdict)
+            return Round([], none, none > 0, torch.empty(0), none.reshape(0, horizon), forecast, empty, empty, verdict)
         if len(rounds) == 1:
             return rounds[0]
         return Round(
             names=[name for one in rounds for name in one.names],
             ds=np.concatenate([one.ds for one in rounds]),
+            due=np.concatenate([one.due for one in rounds]),
             value=torch.cat([one.value for one in rounds]),
             future=np.concatenate([one.future for one in rounds]),
             forecast=torch.cat([one.forecast for one in rounds]),
@@ -260,26 +271,55 @@ class Engine:
         )
 
     def _time(self, name: str, ds: np.ndarray) -> pl.Series:
-        return pl.Series(name, ds).cast(pl.Int64 if self.policy.frequency.counts else pl.Datetime("us"))
+        """A column of times, or of arrays of them."""
+        kind: pl.DataType = pl.Int64() if self.policy.frequency.counts else pl.Datetime("us")
+        return pl.Series(name, np.ascontiguousarray(ds)).cast(kind if ds.ndim == 1 else pl.Array(kind, ds.shape[1]))
 
     def _forecasts(self, one: Round) -> pl.DataFrame:
-        """A row for each event, the steps of its forecast in arrays."""
-        n, horizon = len(one.names), self.model.horizon
-        steps = np.broadcast_to(np.arange(1, horizon + 1, dtype=np.int32), (n, horizon))
+        """A row for each event that is answered, the steps of its forecast in arrays."""
+        if one.due.all():
+            watched = (one.verdict.surprise, one.verdict.anomaly)
+            return self._frame(one.names, one.ds, one.future, one.forecast, one.low, one.high, *watched)
+        at = np.flatnonzero(one.due)
+        tensors = (one.forecast, one.low, one.high, one.verdict.surprise, one.verdict.anomaly)
+        return self._frame([one.names[i] for i in at.tolist()], one.ds[at], one.future[at], *(whole[at] for whole in tensors))
+
+    def _frame(
+        self, names: list[str], origin: np.ndarray, future: np.ndarray, forecast: Tensor, low: Tensor, high: Tensor, surprise: Tensor, anomaly: Tensor
+    ) -> pl.DataFrame:  # fmt: skip
+        n, horizon = len(names), self.model.horizon
+        steps = np.tile(np.arange(1, horizon + 1, dtype=np.int32), (n, 1))
         return pl.DataFrame(
             [
-                pl.Series("unique_id", one.names, dtype=pl.String),
-                self._time("origin", one.ds),
-                self._time("ds", one.future.reshape(-1)).reshape((n, horizon)),
-                pl.Series("step", steps, dtype=pl.Array(pl.Int32, horizon)),
-                *(_number(f"q{q:g}", one.forecast[:, :, i]) for i, q in enumerate(self.model.quantiles)),
-                _number("low", one.low),
-                _number("high", one.high),
-                _number("surprise", one.verdict.surprise),
-                _number("anomaly", one.verdict.anomaly),
-                pl.Series("model_version", [self.model.version], dtype=pl.String).gather(np.zeros(n, dtype=np.int64)),
+                pl.Series("unique_id", names, dtype=pl.String),
+                self._time("origin", origin),
+                self._time("ds", future),
+                pl.Series("step", steps),
+                *(_number(f"q{q:g}", forecast[:, :, i]) for i, q in enumerate(self.model.quantiles)),
+                _number("low", low),
+                _number("high", high),
+                _number("surprise", surprise),
+                _number("anomaly", anomaly),
+                pl.Series("model_version", [self.model.version] * n, dtype=pl.String),
             ]
         )
+
+    def ask(self, unique_ids: Sequence[str], batch: int) -> pl.DataFrame:
+        """The present forecasts of streams that were seen before, in the form of `Outcome.forecasts` (surprise and anomaly null); no
+        state changes. `batch`: the next one. Raises UserError for a name that was never seen."""
+        for name in unique_ids:
+            if not self.slots.knows(name):
+                raise UserError(f"there is no stream '{name}'")
+        places = self.slots.admit(unique_ids, batch)
+        state, slots = self.slots.state, torch.from_numpy(places)
+        origin = np.array([self.slots.clocks.get(slot).last or 0 for slot in places.tolist()], dtype=np.int64)
+        future = self.policy.frequency.after(origin, self.model.horizon)
+        with torch.inference_mode():
+            ahead = self._with_covariates(self._phase(future), unique_ids, future)
+            forecast = self.model.memory.forecast(select(state.model, slots), ahead)
+            low, high = self.monitors.interval(select(state.monitors, slots), forecast)
+        unknown = torch.full((len(unique_ids),), torch.nan)
+        return self._frame(list(unique_ids), origin, future, forecast, low, high, unknown, unknown)
 
     def _alarms(self, one: Round) -> pl.DataFrame:
         """A row for each alarm: when, of what kind and cause, and the statistic with its limit."""
@@ -297,7 +337,7 @@ class Engine:
                 if alarm & bit:
                     rows.append((name, ds, y, kind, cause, statistic, limit, self.model.version))
         frame = pl.DataFrame(rows, schema=ALARMS, orient="row")
-        return frame if self.policy.frequency.counts else frame.with_columns(pl.col("ds").cast(pl.Datetime("us")))
+        return frame if self.policy.frequency.counts or not rows else frame.with_columns(pl.col("ds").cast(pl.Datetime("us")))
 
     # Restart.
 
@@ -342,8 +382,10 @@ class Engine:
 
 def _number(name: str, values: Tensor) -> pl.Series:
     """A column, of numbers or of arrays of them, in which NaN becomes null: no file format agrees on NaN."""
-    numbers = values.double().numpy()
-    flat = pl.Series(name, np.ascontiguousarray(numbers).reshape(-1)).fill_nan(None)
+    numbers = np.ascontiguousarray(values.double().numpy())
+    if not np.isnan(numbers).any():  # as nearly always; each step of polars takes a tenth of a millisecond
+        return pl.Series(name, numbers)
+    flat = pl.Series(name, numbers.reshape(-1)).fill_nan(None)
     return flat if numbers.ndim == 1 else flat.reshape(numbers.shape)
 
 

@@ -150,6 +150,41 @@ class EventTime:
         }
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Which rows are answered with a forecast; every row is learnt and watched all the same."""
+
+    every: int | None
+    """None: each row. Microseconds (or steps): the first row of a stream in each such span of event time, counted from
+    1970. 0: none, forecasts are made when somebody asks."""
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """`every`, `demand`, or a duration as 15m, 1h, 1d."""
+        if text in ("every", "demand"):
+            return cls(None if text == "every" else 0)
+        try:
+            span = parse_duration(text)
+        except UserError as error:
+            raise UserError(f"'{text}' is no schedule of forecasts: use every, demand, or a duration as 15m, 1h, 1d") from error
+        if not span:
+            raise UserError("forecasts every 0 microseconds make no sense: use every, demand, or a duration as 15m, 1h, 1d")
+        return cls(span)
+
+    def due(self, ds: np.ndarray, gap: np.ndarray, frequency: Frequency) -> np.ndarray:
+        """(n,) bool for rows at `ds` that come `gap` steps of the grid late. Nothing but the row decides, so a replay
+        answers the same rows."""
+        if self.every is None:
+            return np.ones(len(ds), dtype=bool)
+        if not self.every:
+            return np.zeros(len(ds), dtype=bool)
+        before = ds - (gap + 1) * frequency.length
+        return ds // self.every > before // self.every
+
+
+EVERY = Schedule(None)
+
+
 class Row(NamedTuple):
     """What a clock lets through to the memory of its stream."""
 

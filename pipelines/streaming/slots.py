@@ -90,6 +90,10 @@ class Slots:
         """Every stream that was ever seen, sorted."""
         return sorted({name for name, _, _ in self._store.streams()} | set(self._slot) | set(self._spilled))
 
+    def knows(self, unique_id: str) -> bool:
+        """Whether the stream was ever seen."""
+        return unique_id in self._slot or unique_id in self._spilled or self._store.read(unique_id) is not None
+
     def names_at(self, slots: np.ndarray) -> list[str]:
         return list(self._names[slots])
 

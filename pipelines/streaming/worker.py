@@ -8,6 +8,7 @@ composition: the same rows come out, bit for bit.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 import threading
@@ -17,18 +18,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import polars as pl
 
 from connectors.checkpoints import CheckpointStore
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
-from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI
+from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
-from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
+from pipelines.streaming.event_time import EVERY, EventTime, Frequency, Schedule, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ POLL_SECONDS = 0.2
 LATENCIES_KEPT = 100_000
 # Millions of small, acyclic objects pass through; at Python's own threshold its cycle collector takes a sixth of the time.
 COLLECT_AFTER = (50_000, 20, 100)
+TRIM_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def run(
     target_column: str = "y",
     event_column: str = "event_id",
     model_name: str = "forecaster",
-    version: str = DEFAULT_ALIAS,
+    version: str = DEFAULT_VERSION,
     tracking_uri: str = DEFAULT_TRACKING_URI,
     follow: bool = False,
     grace: str = "0s",
@@ -93,11 +97,14 @@ def run(
     metrics_port: int | None = None,
     history: str | None = None,
     covariates: str | None = None,
+    forecast: str = "every",
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
 
     history: a table whose rows every memory reads before the first event, when the checkpoint is new. covariates: a table with a row for
     every stream and step, past and to come, where the model was trained with covariates; it is read again when it has changed.
+    forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a `metrics_port`,
+    `/forecast?unique_id=NAME` answers at any time.
 
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
     checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
@@ -114,6 +121,7 @@ def run(
         target_column=target_column,
     )  # fmt: skip
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
+    schedule = Schedule.parse(forecast)
     past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
     columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
     base = Path(checkpoint if "://" in output else output).with_suffix("")
@@ -135,7 +143,15 @@ def run(
             stack.callback(sinks[name].close)
         store = CheckpointStore(checkpoint)
         stack.callback(store.close)
-        tell = stack.enter_context(Dials(metrics_port, progress))
+        dials = stack.enter_context(Dials(metrics_port, progress))
+        params = {"source": source, "model": model.version, "grace": grace, "conflict": conflict}
+        tracked = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=params))
+
+        def tell(step: Step) -> None:
+            dials(step)
+            if tracked.due():
+                tracked.log(step.figures(), step.counters["received"])
+
         summary = work(
             model,
             policy,
@@ -147,7 +163,9 @@ def run(
             max_events=max_events,
             stop=stop,
             report=tell,
+            answer=tell.answer,
             past=past,
+            schedule=schedule,
         )
     return replace(
         summary,
@@ -231,17 +249,20 @@ def work(
     max_events: int | None = None,
     stop: Stop | None = None,
     report: Callable[[Step], None] | None = None,
+    answer: Callable[[Callable[[list[str]], pl.DataFrame]], None] | None = None,
+    schedule: Schedule = EVERY,
     past: tuple[Sequence[str], Sequence[int], Any] | None = None,
 ) -> StreamSummary:
     """Run until the source ends, `max_events` lines were taken in this run, or `stop` is set.
 
-    `report` is called after every commit. Raises UserError for what a person must put right
+    `report` is called after every commit; `answer`, between two batches, with a function from names of streams to their
+    present forecasts. Raises UserError for what a person must put right
     (another model than the checkpoint's, a moved output, a full disk); whatever was committed stays.
     """
     batch_rows = min(batch_rows, max_resident)
     stop = Stop() if stop is None else stop
     begun = time.monotonic()
-    engine = Engine(model, policy, store, max_resident=max_resident)
+    engine = Engine(model, policy, store, max_resident=max_resident, schedule=schedule)
     progress = store.claim({"model": model.version, **policy.settings(), "state": engine.slots.layout.signature})
     sinks = {"output": output, "alarms": alarms, "dead_letters": dead_letters}
     for name, sink in sinks.items():
@@ -264,6 +285,8 @@ def work(
         taken = Taken(pending[0], np.full(len(pending[0].records), time.time()), source.positions())
         intake.received += len(pending[0].records) + len(pending[0].dead)
 
+    trim = _Trim()
+
     def finish(job: Finishing, accepted: bool) -> np.ndarray:
         """The part of a batch that waits for disks: in a thread of its own, while the next batch is worked on.
         Returns how long each event waited, in milliseconds."""
@@ -275,6 +298,7 @@ def work(
         receipts = {name: sink.flush() for name, sink in sinks.items()}
         waited: np.ndarray = 1e3 * (time.time() - job.taken.sent)
         following = job.following
+        trim()
         store.commit(
             job.batch,
             learnt=pack_rows(job.outcome.learnt, job.taken.arrivals),
@@ -296,6 +320,8 @@ def work(
     with _seldom_collected(), ThreadPoolExecutor(1, "finish") as thread:
         running: tuple[Finishing, Future[np.ndarray]] | None = None
         while True:
+            if answer is not None:
+                answer(partial(engine.ask, batch=batch))
             if taken is None:
                 taken = intake.take(batch, POLL_SECONDS)
                 if taken is None:
@@ -366,11 +392,28 @@ class Finishing:
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     before = gc.get_threshold()
+    gc.collect()
+    gc.freeze()  # what was imported stays; no pause to look through it again
     gc.set_threshold(*COLLECT_AFTER)
     try:
         yield
     finally:
         gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+class _Trim:
+    """Gives freed memory back to the system now and then: batches of all sizes leave holes in the heap, which would grow for as long
+    as the worker runs. Only glibc can and needs to."""
+
+    def __init__(self) -> None:
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if self._trim is not None and time.monotonic() - self._last > TRIM_SECONDS:
+            self._trim(0)
+            self._last = time.monotonic()
 
 
 class _Intake:

@@ -192,7 +192,7 @@ def test_standard_input_and_open_files():
 def test_fasta_is_the_same_for_any_block_size(tmp_path, monkeypatch, block):
     text = ">a x\r\nAC\r\nGT\r\n\r\n>b\n\n>c > not a record\nacgtn\n>d\nA\n>e\nC\n>f\nGG\n>φ1|x/2\nTT"
     path = write(tmp_path, text)
-    monkeypatch.setattr("connectors.sequences._Bytes.read.__defaults__", (block,))
+    monkeypatch.setattr("connectors.sequences.Bytes.read.__defaults__", (block,))
     reader = read(path)
     assert [(record.name, record.sequence) for record in reader] == [
         ("a x", "ACGT"),
@@ -225,7 +225,7 @@ def test_case_is_kept_only_on_request(tmp_path):
 
 @pytest.mark.parametrize("block", [3, 1 << 17])
 def test_a_bad_letter_is_named_by_record_and_line(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("connectors.sequences._Bytes.read.__defaults__", (block,))
+    monkeypatch.setattr("connectors.sequences.Bytes.read.__defaults__", (block,))
     path = write(tmp_path, ">a\nACGT\n>b two\nACGT\nAC!T\n>c\nAA\n>d\nE\n>e\nTT\n")
     with pytest.raises(SequenceError) as caught:
         list(read(path))
@@ -265,7 +265,7 @@ def made_reads(seed=3, count=300):
 @pytest.mark.parametrize("ending", ["\n", "\r\n"], ids=["lf", "crlf"])
 def test_fastq_is_the_same_for_any_block_size_and_layout(tmp_path, monkeypatch, block, ending):
     text, expected = made_reads()
-    monkeypatch.setattr("connectors.sequences._Bytes.read.__defaults__", (block,))
+    monkeypatch.setattr("connectors.sequences.Bytes.read.__defaults__", (block,))
     assert rows(read(write(tmp_path, text.replace("\n", ending)))) == expected
 
 
@@ -293,7 +293,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("block", [4, 1 << 17])
 def test_fastq_faults_stop_by_name_and_are_skipped_on_request(tmp_path, monkeypatch, fault, block):
-    monkeypatch.setattr("connectors.sequences._Bytes.read.__defaults__", (block,))
+    monkeypatch.setattr("connectors.sequences.Bytes.read.__defaults__", (block,))
     bad, reason, line = FAULTS[fault]
     good = "@a\nACGT\n+\nIIII\n@b\nAC\n+\n@I\n"
     path = write(tmp_path, good + bad + good.replace("@a", "@c").replace("@b\n", "@d\n"))
@@ -431,6 +431,15 @@ def test_bad_lines_of_intervals_and_variants_are_skipped_on_request(tmp_path):
     assert [record.id for record in reader] == ["1:3:C>T", "1:4:C>T"]
     with pytest.raises(SequenceError, match="line 3: no variant"):
         list(variants(vcf, Genome(genome), 4))
+
+
+def test_wrapped_reads_do_not_pile_up(tmp_path):
+    """A long file of wrapped reads goes out block by block, as a file of four-line reads does."""
+    text = "".join(f"@r{i}\n{'ACGTT' * 14}\n{'GATTA' * 14}\nAC\n+\n{'I' * 70}\n{'@' * 70}\nII\n" for i in range(4000))
+    batches = list(read(write(tmp_path, text)).batches())
+    assert sum(map(len, batches)) == 4000
+    assert max(map(len, batches)) < 1000
+    assert {record.sequence for batch in batches for record in batch} == {"ACGTT" * 14 + "GATTA" * 14 + "AC"}
 
 
 def test_memory_stays_flat_over_a_long_file(tmp_path):

@@ -34,6 +34,17 @@ def test_many_frames_are_one_table(tmp_path: Path, name: str) -> None:
     assert tables.read(tmp_path / name).equals(FRAME) and [p.name for p in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.parquet"])
+def test_a_run_that_is_repeated_replaces_its_own_rows(tmp_path: Path, name: str) -> None:
+    for as_of, value in (("2024-01-02T06:00", 1.0), ("2024-01-01", 2.0), ("2024-01-02T06:00", 3.0)):
+        frame = FRAME.with_columns(y=pl.lit(value), as_of=pl.lit(as_of))
+        tables.write(iter([frame[:1], frame[1:]]), tmp_path / name, replacing={"as_of": as_of})
+    found = tables.read(tmp_path / name)
+    assert found["y"].to_list() == [2.0] * 3 + [3.0] * 3 and found.columns == [*FRAME.columns, "as_of"]
+    with pytest.raises(UserError, match=r"has other columns \(it lacks 'z'\)"):
+        tables.write(frame.with_columns(z=1), tmp_path / name, replacing={"as_of": "2024-01-01"})
+
+
 def test_gzip_is_really_gzip(tmp_path: Path) -> None:
     tables.write(FRAME, tmp_path / "t.csv.gz")
     assert gzip.decompress((tmp_path / "t.csv.gz").read_bytes()).startswith(b"unique_id,ds,y\n")

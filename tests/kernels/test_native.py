@@ -136,7 +136,7 @@ def test_products_of_any_size(M: int, N: int, K: int, ta: bool, tb: bool, half: 
     room[:, :N] = c
     given = [x.mT.contiguous() if flip else x for x, flip in ((a, ta), (b, tb))]
     for add in (False, True):
-        torch.ops.tethys_native.matmul(given[0], ta, given[1], tb, room[:, :N], add, half)
+        torch.ops.tethys_native.matmul(given[0], ta, given[1], tb, room[:, :N], int(add), half)
         rounded = [x.bfloat16().double() if half else x.double() for x in (a, b)]
         assert error(room[:, :N], rounded[0] @ rounded[1] * (2 if add else 1)) < 1e-6
         assert room[:, N:].isnan().all()

@@ -190,10 +190,10 @@ def test_a_bad_series_costs_only_itself(tmp_path, model):
 def test_a_fault_in_the_middle_of_a_shard_is_laid_at_the_door_of_its_series(tmp_path, model, monkeypatch):
     whole = batch.forecast_panel
 
-    def forecast(estimator, panel, horizon):
+    def forecast(estimator, panel, horizon, **options):
         if "s3" in panel.ids:
             raise RuntimeError("boom")
-        return whole(estimator, panel, horizon)
+        return whole(estimator, panel, horizon, **options)
 
     monkeypatch.setattr(batch, "forecast_panel", forecast)
     summary = run_shards(job(tmp_path, table()), model, AS_OF)
@@ -210,6 +210,27 @@ def test_one_table_for_all_dates(tmp_path, model):
     out = tables.read(both.output)
     assert row_hash(both.output) == once and out.height == 2 * 72
     assert out.select("as_of", "unique_id", "ds").is_unique().all()
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "delta"])
+def test_one_table_for_all_dates_on_a_server(tmp_path, model, kind, request):
+    """From a query or a table of a server into one table for all dates: a night that is repeated replaces its own rows."""
+    if kind == "postgresql":
+        address = request.getfixturevalue("postgres").database()
+        tables.write(table(), f"{address}#sales")
+        source, target = f"{address}#SELECT * FROM sales WHERE unique_id <> 's5'", f"{address}#forecasts"
+    else:
+        tables.write(table().filter(pl.col("unique_id") != "s5"), f"delta://{tmp_path}/sales")
+        source, target = f"delta://{tmp_path}/sales", f"delta://{tmp_path}/forecasts"
+    settings = {"input": {"uri": source}, "output": {"uri": target, "keep_other_dates": True}}
+    for night in ("2026-01-10", AS_OF, "2026-01-10", AS_OF):
+        done = run_shards(job(tmp_path, **settings), model, night)
+        assert done.output == target and done.series == 5
+    out = tables.read(target).sort("as_of", "unique_id", "ds")
+    assert out.height == 2 * 60 and out.select("as_of", "unique_id", "ds").is_unique().all()
+    here = run_shards(job(tmp_path, table().filter(pl.col("unique_id") != "s5")), model, AS_OF)
+    expected = tables.read(here.output)
+    np.testing.assert_allclose(out.filter(as_of=AS_OF)["q0.9"], expected["q0.9"])
 
 
 def test_zone_in_zone_out(tmp_path, model):
@@ -262,6 +283,7 @@ def test_a_worker_killed_in_the_middle_costs_nothing_but_time(tmp_path, model):
     ("text", "message"),
     [
         ("", "holds no settings"),
+        ("name: x\nmodel: {name: m}\noutput: {uri: o.parquet}\ninput: {uri: 'postgresql://me:hunter2@db/x#t'}", "input.uri: .*must not hold a pass"),
         ("a: [", "is no YAML"),
         ("name: x\nmodel: {name: m}\noutput: {uri: o.parquet}\ninput: {url: t}", "input.uri: Field required; input.url: Extra"),
         ("name: a/b\nmodel: {name: m}\noutput: {uri: o}\ninput: {uri: t}", "name: String should match"),

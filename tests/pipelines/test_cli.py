@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from connectors.errors import UserError
 from pipelines import cli
 
-COMMANDS = ["demo", "train", "backtest", "forecast", "forecast run", "validate", "stream", "doctor", "models list", "models show"]
+COMMANDS = ["demo", "train", "backtest", "forecast", "forecast run", "validate", "tune", "stream", "doctor", "models list"]
+COMMANDS += ["models show", "models compare", "models promote", "models rollback"]
 
 
 def tethys(*words: str, cwd=None) -> subprocess.CompletedProcess[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -18,10 +17,10 @@ from connectors.errors import UserError
 from connectors.streams.base import Record
 from pipelines.forecasting import job
 from pipelines.forecasting.batch import Job, Loaded, forecast_rows, run_shards
+from pipelines.forecasting.calendar import default_seasons, phases
 from pipelines.forecasting.covariates import Column, CovariateTable, Encoder
 from pipelines.forecasting.estimator import TitansForecaster, save_weights
-from pipelines.forecasting.reading import Reading, read_table
-from pipelines.forecasting.validation import Rules
+from pipelines.forecasting.reading import Reading
 from pipelines.streaming.engine import Engine
 from pipelines.streaming.event_time import EventTime, Frequency
 from pipelines.streaming.journal import Arrivals
@@ -293,24 +292,16 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     np.testing.assert_allclose(answer["mean"], forecast["mean"], rtol=1e-5)
 
 
-def test_tables_are_read_strictly_and_by_dialect(tmp_path: Path) -> None:
-    path = tmp_path / "t.csv"
-    path.write_text("tag;a;b\n01.01.2024;1,5;-\n02.01.2024;2,5;4\n04.01.2024;3,5;5\n")
-    form = tables.CsvForm(separator=";", decimal_comma=True, missing=("", "-"), time_format="%d.%m.%Y")
-    reading = Reading(csv=form, wide=True)
-    with pytest.raises(UserError, match=r"missing values in y .*missing steps"):
-        read_table(str(path), reading, time_column="tag", frequency="1d")
-    masked = dataclasses.replace(reading, rules=Rules(missing="mask", gaps="mask"))
-    table = read_table(str(path), masked, time_column="tag", frequency="1d").panel
-    assert table.ids == ("a", "b")
-    np.testing.assert_array_equal(table.y, [1.5, 2.5, np.nan, 3.5, np.nan, 4, np.nan, 5])
-    with pytest.raises(UserError, match="a column a series, and column 'unique_id' is no number"):
-        pl.DataFrame({"unique_id": ["a"], "ds": [START], "y": [1.0]}).write_parquet(tmp_path / "long.parquet")
-        read_table(str(tmp_path / "long.parquet"), Reading(wide=True))
-
-
 def test_effects_do_not_depend_on_how_many_series_share_a_call(fitted: TitansForecaster, frame: pl.DataFrame) -> None:
     together = fitted.predict(head(frame, 800), future=frame)
     alone = fitted.predict(head(frame, 800).filter(pl.col("unique_id") == "s1"), future=frame)
     np.testing.assert_allclose(alone["mean"], together.filter(pl.col("unique_id") == "s1")["mean"], rtol=1e-6)
     assert torch.count_nonzero(fitted.forecaster_.effect) > 0
+
+
+def test_a_stream_in_a_zone_has_the_slots_of_its_batch() -> None:
+    hours = pl.datetime_range(datetime(2024, 3, 30), datetime(2024, 4, 2), "1h", eager=True)
+    seasons = default_seasons("1h", 1000)
+    of_batch, of_stream = phases("1h", seasons, "Europe/Berlin"), phases("1h", seasons, "Europe/Berlin")
+    np.testing.assert_array_equal(of_batch(hours.to_numpy()), of_stream(hours.cast(pl.Int64).to_numpy()))
+    assert of_batch(hours.to_numpy())[:, 1].tolist() == hours.dt.replace_time_zone("UTC").dt.convert_time_zone("Europe/Berlin").dt.hour().to_list()

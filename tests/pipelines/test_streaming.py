@@ -1,5 +1,7 @@
 import json
 import os
+import threading
+import time
 from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,7 +19,7 @@ from connectors.streams import open_sink, open_source
 from connectors.streams.base import Record
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine
-from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
+from pipelines.streaming.event_time import EventTime, Frequency, Schedule, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows, unpack_arrivals
 from pipelines.streaming.worker import Stop, StreamSummary, work
 from tests.pipelines.toy_memory import toy_model
@@ -327,3 +329,64 @@ def test_metrics_and_health(tmp_path: Path) -> None:
     assert float(metrics['tethys_events_total{verdict="accepted"}']) == counters["accepted"]
     assert float(metrics["tethys_coverage"]) == pytest.approx(counters["covered"] / counters["judged"])
     assert float(metrics["tethys_latency_seconds_count"]) == 200
+
+
+def test_forecasts_on_a_schedule_are_those_of_every_row_at_its_times(tmp_path: Path) -> None:
+    source = events(tmp_path / "e.ndjson", 6, 400)
+    run(source, tmp_path / "every", batch_rows=32)
+    few = run(source, tmp_path / "few", batch_rows=32, schedule=Schedule.parse("5m"))
+    none = run(source, tmp_path / "none", batch_rows=32, schedule=Schedule.parse("demand"))
+    numbers = {"surprise": pl.Float64, "anomaly": pl.Float64}
+    every, some = (pl.read_csv(tmp_path / name / "out.csv", try_parse_dates=True, schema_overrides=numbers) for name in ("every", "few"))
+    firsts = (
+        every.filter(pl.col("step") == 1)
+        .group_by("unique_id", pl.col("origin").dt.truncate("5m"), maintain_order=True)
+        .first()
+        .select("unique_id", pl.col("ds").dt.offset_by("-1m").alias("origin"))
+    )
+    expected = every.join(firsts, on=["unique_id", "origin"], how="semi")
+    order = ["unique_id", "origin", "step"]
+    assert some.height < every.height / 3 and some.sort(order).equals(expected.sort(order))
+    assert (tmp_path / "none/out.csv").read_bytes() == b"" and none.counters["forecasts"] == 0
+    assert few.counters["judged"] == none.counters["judged"] > 0, "all rows are learnt and watched"
+    for name in ("few", "none"):
+        assert digest(tmp_path / name) == digest(tmp_path / "every")
+        assert (tmp_path / name / "alarms.ndjson").read_bytes() == (tmp_path / "every/alarms.ndjson").read_bytes()
+    with pytest.raises(UserError, match="no schedule of forecasts: use every, demand"):
+        Schedule.parse("sometimes")
+
+
+def test_forecasts_when_asked(tmp_path: Path) -> None:
+    """Of resident and spilled streams: what is answered is what stood in the output last, and nothing moves."""
+    source = events(tmp_path / "e.ndjson", 40, 500)
+    run(source, tmp_path / "a", batch_rows=16)
+    rows = pl.read_csv(tmp_path / "a/out.csv")
+    asked = ["s0", "s1", rows["unique_id"][0], "nobody"]  # the third is long spilled
+    answers: dict[str, list[dict]] = {}
+    replies: list[threading.Thread] = []
+    with Dials(port=0) as dials:
+
+        def ask(name: str) -> None:
+            try:
+                answers[name] = [json.loads(line) for line in urlopen(f"{dials.address}/forecast?unique_id={name}")]
+            except HTTPError as error:
+                answers[name] = [{"status": error.code, "text": error.read().decode()}]
+
+        def report(step: Step) -> None:
+            if step.counters["received"] == 496:
+                for name in asked:
+                    replies.append(threading.Thread(target=ask, args=(name,)))
+                    replies[-1].start()
+                time.sleep(0.2)  # all have asked
+
+        run(source, tmp_path / "b", batch_rows=16, max_resident=16, report=report, answer=dials.answer)
+        for reply in replies:
+            reply.join()
+    assert (tmp_path / "b/out.csv").read_bytes() == (tmp_path / "a/out.csv").read_bytes()
+    assert digest(tmp_path / "b") == digest(tmp_path / "a")
+    assert answers.pop("nobody") == [{"status": 404, "text": "there is no stream 'nobody'\n"}]
+    for name, found in answers.items():
+        assert [row["step"] for row in found] == [1, 2, 3]
+        expected = rows.filter((pl.col("unique_id") == name) & (pl.col("origin") == found[0]["origin"]))
+        np.testing.assert_allclose([row["q0.5"] for row in found], expected["q0.5"], rtol=1e-5)
+        np.testing.assert_allclose([row["high"] for row in found], expected["high"], rtol=1e-5)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from datetime import datetime, timedelta
 
 import numpy as np
@@ -67,7 +70,7 @@ def test_processes_that_begin_at_once_on_a_fresh_store_all_work(tmp_path):
     with sqlite3.connect(tmp_path / "fresh" / "tethys.db") as db:
         assert db.execute("select count(*) from runs where status = 'FINISHED'").fetchone() == (2,)
         assert db.execute("select count(*) from experiments where name = 'tethys'").fetchone() == (1,)
-    assert sorted(p.name for p in (tmp_path / "fresh").iterdir() if p.suffix != ".lock") == ["tethys.db"]
+    assert sorted(p.name for p in (tmp_path / "fresh").iterdir() if p.suffix != ".lock") == ["artifacts", "tethys.db"]
 
 
 def test_a_run_reads_back(store, frame, tmp_path):
@@ -85,7 +88,8 @@ def test_a_run_reads_back(store, frame, tmp_path):
     assert read.data.metrics["mae"] == 1199
     assert [m.value for m in store.client.get_metric_history(run.id, "loss")][:2] == [1.0, 0.5]
     assert read.inputs.dataset_inputs[0].dataset.digest == digest
-    assert {f.path for f in store.client.list_artifacts(run.id)} == {"forecast.png", "forecast.csv"}
+    assert {f.path for f in store.client.list_artifacts(run.id)} == {"forecast.png", "forecast.csv", "environment.json"}
+    assert read.data.tags["code_version"] and tracking.environment()["packages"]["torch"]
     assert run.id in run.link and store.uri in run.link
 
 
@@ -111,9 +115,9 @@ def test_a_forecaster_is_found_by_alias_in_another_process(store, weights, frame
     listed = tracking.list_models(store.uri)
     assert listed == [{"name": "sales", "latest": 2, "aliases": {"challenger": 2, "champion": 1}}]
     shown = tracking.show_model("sales", store.uri)
-    assert [(v["version"], v["aliases"], v["metrics"]) for v in shown] == [
-        (2, ["challenger"], {"mae": 0.5}),
-        (1, ["champion"], {"mae": 0.5}),
+    assert [(v.number, v.aliases, v.metrics) for v in shown] == [
+        (2, ("challenger",), {"mae": 0.5}),
+        (1, ("champion",), {"mae": 0.5}),
     ]
 
 
@@ -153,3 +157,51 @@ def test_a_store_of_another_release_is_not_migrated_behind_the_back(store, tmp_p
 def test_pickles_are_refused_in_this_process():
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
+
+
+def test_a_server_that_hangs_or_is_away_is_one_line_within_seconds():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with pytest.raises(UserError, match=r"does not answer \(timed out\): start it"):
+            tracking.open_store(hanging)
+        with pytest.raises(UserError, match="does not answer"):
+            tracking.load_model("a", "champion", hanging)
+    with pytest.raises(UserError, match="does not answer .*refused"):
+        tracking.list_models(hanging)
+    with pytest.raises(UserError, match=r"store postgresql://127.0.0.1:\d+/db does not answer") as refused:
+        tracking.open_store(hanging.replace("http://", "postgresql://someone:secret@") + "/db")
+    assert "secret" not in str(refused.value)
+    assert time.monotonic() - began < 12
+
+
+def test_a_live_run_goes_on_while_the_store_is_away_and_its_figures_arrive_later(tmp_path, monkeypatch, capsys):
+    away = threading.Event()
+    away.set()
+    asked = []
+
+    def reach(uri):
+        asked.append(uri)
+        if away.is_set():
+            raise UserError("the tracking store does not answer")
+
+    monkeypatch.setattr(tracking, "_reach", reach)
+    uri = f"sqlite:///{tmp_path}/tethys.db"
+    with tracking.LiveRun(uri, "stream", params={"model": "m/1"}, every=0.02) as live:
+        began = time.monotonic()
+        for step in range(2500):
+            live.log({"surprise": float(step)}, step)
+        assert time.monotonic() - began < 1.0, "logging never waits for the store"
+        while len(asked) < 3:
+            time.sleep(0.01)
+        assert live.waiting == 2500 and not (tmp_path / "tethys.db").exists()
+        away.clear()
+        while live.waiting:
+            time.sleep(0.01)
+        live.log({"surprise": -1.0}, 2500)
+    assert capsys.readouterr().err.count("the job goes on") == 1
+    store = tracking.open_store(uri)
+    (run,) = store.client.search_runs([store.experiment_id])
+    history = store.client.get_metric_history(run.info.run_id, "surprise")
+    assert sorted(m.step for m in history) == list(range(2501)) and run.info.status == "FINISHED"
+    assert run.data.params == {"model": "m/1"} and run.data.tags["code_version"]

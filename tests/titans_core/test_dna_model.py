@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, bits_per_base, embed, load, save, train, without_writes
+from titans_core.dna_model import ContextCounts, DnaModel, DnaModelConfig, Training, bits_per_base, embed, load, save, train, without_writes
 from titans_core.tokenizers import complement
 
 ORDERS = (1, 2, 3, 13)
@@ -108,7 +108,7 @@ def test_training_lowers_bits_on_a_genome_with_structure():
     torch.manual_seed(0)
     model = DnaModel(DnaModelConfig(orders=ORDERS, dim=8, heads=2))
     before, _ = bits_per_base(model, counts, codes, 5000)
-    history = train(model, counts, [codes[:5000]], steps=40, window=128, batch=8, rate=1e-2)
+    history = train(model, counts, [codes[:5000]], Training(steps=40, window=128, batch=8, rate=1e-2))
     after, _ = bits_per_base(model, counts, codes, 5000)
     assert len(history) == 40
     best = min(

@@ -47,6 +47,7 @@ def test_in_place_gives_the_numbers_of_forward(form: dict[str, Any], kernels: st
 
 
 WHOLE = {
+    "exact, to init": {"rule": "exact"},
     "exact": {"rule": "exact", "decay_to_init": False},
     "exact, before, no decay": {"rule": "exact", "decay_to_init": False, "read": "before", "decay": False},
     "deep": {"rule": "deep", "chunk": 8},
