@@ -63,8 +63,7 @@ class TitansForecaster(BaseEstimator):
     that days and weeks follow (UTC where None). scale_lag: training errors are measured in each series' mean absolute difference over so
     many rows, what MASE divides by (None: in its running deviation). future, historic, static: columns known ahead, known once they
     happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`). outcomes: an outcome memory
-    beside the sequence memory, kept only where it helps on validation; each row is then read by itself, which takes about a hundred times
-    as long.
+    beside the sequence memory, kept only where it helps on validation; each row is then read by itself, which takes far longer.
 
     After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
     """
@@ -174,14 +173,14 @@ class TitansForecaster(BaseEstimator):
         model = self.forecaster_
         if model.config.covariates is not None or model.config.memory != "carried":
             raise UserError("outcomes are learnt beside a carried memory without covariates: leave one of them out")
-        both = Windows(*(torch.cat([getattr(train, f.name), getattr(valid, f.name)]) for f in dataclasses.fields(Windows)))
+        both = torch.cat([train.x, valid.x]), torch.cat([train.y, valid.y])
         # What it forgets by is counted in the shortest cycle, and in no fewer rows than hourly series have.
         config = OutcomeConfig.daily(model, max((24, *natural_cycles(self.frequency_)[:1])))
         few = slice(0, JUDGED_SERIES)
         try:
-            learner = Learner(model, _fitted(config, train, model))
+            learner = Learner(model, _fitted(config, model, train.x, train.y))
             self.outcome_gain_ = gain_on(learner, rows.y[few], rows.observed[few], rows.phase[few], border)
-            return _fitted(config, both, model) if self.outcome_gain_ < 1.0 else None
+            return _fitted(config, model, *both) if self.outcome_gain_ < 1.0 else None
         except ValueError:  # fewer windows than features: nothing to learn a context from
             return None
 
@@ -255,8 +254,9 @@ class TitansForecaster(BaseEstimator):
                     beside = np.concatenate([np.zeros((gap, beside.shape[1]), np.float32), beside])
             one: Any = select(state, [at])
             with torch.inference_mode():
-                slots = torch.from_numpy(self._slots(phase, ds, beside))[None]
-                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], slots)
+                calendar = self._slots(phase, ds)
+                slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=1)
+                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(slots)[None])
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]
         self.state_, self.ids_, self.last_ds_, self.static_ = state, tuple(ids), np.array(last_ds), np.array(static)
@@ -438,14 +438,9 @@ class TitansForecaster(BaseEstimator):
             return start
         return initial_memory(model, start, rows.first(border))
 
-    def _slots(
-        self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any], beside: NDArray[np.float32], known: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
-        """(T, F) slots, where they are not `known`, and covariates of rows; with an outcome memory (T + H, F), the horizon after the last
-        row too."""
-        if self.outcome_ is None:
-            return np.concatenate([phase(ds) if known is None else known, beside], axis=1)
-        return phase(np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
+    def _slots(self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any]) -> NDArray[Any]:
+        """(T, G) slots of rows; with an outcome memory (T + H, G), those of the horizon after the last row too."""
+        return phase(ds if self.outcome_ is None else np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
 
     def _read(self, model: Forecaster | Learner, table: Panel) -> tuple[ForecasterState | LearnerState, NDArray[Any], NDArray[np.float32]]:
         """Fresh memories that have read every series from its first row to its last; the stamps of the last rows; static covariates."""
@@ -463,8 +458,9 @@ class TitansForecaster(BaseEstimator):
                         np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds, given)
                     )
                     # Most series of a table stand at the same stamps: their calendar is worked out once.
-                    same = phase(ds[0]) if self.outcome_ is None and (ds == ds[0]).all() else None
-                    slots = np.stack([self._slots(phase, row, its, same) for row, its in zip(ds, beside, strict=True)])
+                    alike = (ds == ds[0]).all()
+                    calendar = self._slots(phase, ds[0])[None].repeat(len(ds), 0) if alike else np.stack([self._slots(phase, row) for row in ds])
+                    slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=2)
                     state: Any = model.initial_state(len(some))
                     parts.append(
                         model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
@@ -519,26 +515,9 @@ class TitansForecaster(BaseEstimator):
         return pl.DataFrame(columns)
 
 
-def _solved(
-    model: Forecaster, start: ForecasterState, rows: Rows, border: int, train: torch.Tensor, valid: torch.Tensor
-) -> tuple[Line, Windows, Windows]:
-    """The line, and the windows of training and validation; the effect of covariates stays where it makes the line better over all folds."""
-    (plain, plain_valid), _ = replay(model, start, rows, [train, valid])
-    line = fit_line(model, plain, plain_valid)
-    covariates = model.config.covariates
-    if covariates is None or not covariates.future:
-        return line, plain, plain_valid
-    fit_effect(model, start, rows.first(border), train)
-    (found, found_valid), _ = replay(model, start, rows, [train, valid])
-    if (better := fit_line(model, found, found_valid)).score < line.score:
-        return better, found, found_valid
-    model.effect.zero_()
-    return fit_line(model, plain, plain_valid), plain, plain_valid
-
-
-def _fitted(config: OutcomeConfig, windows: Windows, model: Forecaster) -> OutcomeMemory:
-    known = windows.x.isfinite().all(1)
-    return OutcomeMemory(config).fit(windows.x[known], windows.y[known], model.line)
+def _fitted(config: OutcomeConfig, model: Forecaster, x: torch.Tensor, y: torch.Tensor) -> OutcomeMemory:
+    known = x.isfinite().all(1)
+    return OutcomeMemory(config).fit(x[known], y[known], model.line)
 
 
 def save_weights(model: Forecaster, path: str | Path, outcome: OutcomeMemory | None = None) -> None:

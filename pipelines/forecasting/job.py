@@ -87,6 +87,7 @@ def train(
     output: str | Path = "runs/train",
     epochs: int = 8,
     blocks: tuple[Mixer, ...] = (),
+    outcomes: bool = False,
     reading: Reading = STRICT,
     future: tuple[str, ...] = (),
     historic: tuple[str, ...] = (),
@@ -124,7 +125,8 @@ def train(
     table = found.panel
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
     one_by_one: dict[str, Any] = {
-        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
+        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency,
+        "blocks": blocks, "outcomes": outcomes,
         "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
     }  # fmt: skip
     model = TitansForecaster(**{**one_by_one, **given})
@@ -153,7 +155,8 @@ def train(
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
         "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins),
-        "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
+        "blocks": " ".join(blocks), "outcomes": model.outcome_ is not None,
+        "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
     metrics = _metrics(board)
