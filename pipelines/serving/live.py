@@ -405,7 +405,7 @@ class Live:
         low, high = (frame[c].to_numpy() for c in ("low", "high"))
         quantiles = np.stack([frame[f"q{q:g}"].to_numpy() for q in self.model.quantiles], axis=-1)
         parts = zip(frame["unique_id"], origins, ahead, quantiles, low, high, strict=True)
-        return [Forecast(*part, self.model.version) for part in parts]
+        return [Forecast(name, origin, ds, q, below, above, self.model.version) for name, origin, ds, q, below, above in parts]
 
     def _norms(self, names: Iterable[str]) -> dict[str, float]:
         """The size of each stream's memory: the root of the sum of squares of the numbers that were written into it."""
