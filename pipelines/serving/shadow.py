@@ -73,6 +73,7 @@ class _Watch:
         self._theirs: dict[tuple[str, int], tuple[float, float, float]] = {}
         self._polled: deque[tuple[list[HistoryRow], int]] = deque()
         self._saved = 0.0
+        self._untold = False
 
     def rows(self, taken: list[HistoryRow], last: int) -> None:
         """A batch of rows as it was polled; it is judged when this version's forecasts of it are there (`write`)."""
@@ -115,9 +116,15 @@ class _Watch:
     def close(self) -> None:
         return None
 
+    def rest(self) -> None:
+        """Nothing more has come: what was not told for haste is told now."""
+        if self._untold:
+            self.save()
+
     def save(self, step: Step | None = None) -> None:
         now = time.monotonic()
-        if step is not None and now - self._saved < 0.5:
+        self._untold = step is not None and now - self._saved < 0.5
+        if self._untold:
             return
         self._saved = now
         self._tally.behind = self._source.lag() or 0
@@ -148,6 +155,8 @@ class _Told(HistorySource):
     def poll(self, max_records: int, timeout: float) -> Any:
         batch = super().poll(max_records, timeout)
         self.watch.rows(self.taken, self._seq)
+        if not self.taken:
+            self.watch.rest()
         return batch
 
 
