@@ -209,12 +209,12 @@ def trained(data: Dataset, horizon: int, seed: int) -> tuple[Forecaster, Windows
     groups, _ = replay(model, model.initial_state(len(rows.y)), rows, [train, valid, between])
     line = fit_line(model, groups[0], groups[1])
     error = fit_network(model, line, groups[0], groups[1], Training(seed=seed))
-    together = Windows(*(torch.cat([getattr(g, f.name) for g in groups]) for f in dataclasses.fields(Windows)))
+    together = Windows(*(torch.cat([getattr(g, part) for g in groups]) for part in ("x", "y", "level", "unit")))
     helps = error < 0.99 * line.error
     report.progress(f"{data.name} {horizon}: validation error {line.error:.4f} line, {error:.4f} with the network ({line})")
     if not helps:
         model = Forecaster(dataclasses.replace(config, hidden=0))
-        fit_line(model, together, Windows(*(getattr(together, f.name)[:0] for f in dataclasses.fields(Windows))))
+        fit_line(model, together, Windows(together.x[:0], together.y[:0], together.level[:0], together.unit[:0]))
     return model, together
 
 

@@ -122,6 +122,9 @@ def train(
     blocks: Annotated[
         list[Block] | None, typer.Option(help="Titans blocks over patches of rows, kept only where they help on validation; repeatable.")
     ] = None,
+    outcomes: Annotated[
+        bool, typer.Option("--outcomes", help="An outcome memory: streams correct themselves from past errors. Kept only where it helps.")
+    ] = False,
     future_covariate: FutureCovariate = None,
     historic_covariate: HistoricCovariate = None,
     static_covariate: StaticCovariate = None,
@@ -150,6 +153,7 @@ def train(
         seed=seed,
         output=output,
         blocks=tuple(block.value for block in blocks or ()),
+        outcomes=outcomes,
         reading=reading,
         future=tuple(future_covariate or ()),
         historic=tuple(historic_covariate or ()),

@@ -47,10 +47,7 @@ class ForecasterRow:
         each, whose slots are now (U, G), those of the horizon ahead (U, H, G). Returns quantiles (n, H, Q) float64, as `forecast` does.
         """
         f, c = self.forecaster, self.forecaster.config
-        tensors = [leaf for _, leaf in leaves(state)]
-        x, level, unit, rough = streams.forecaster_row(
-            tensors, self._rates, self._strides, self._reads, c.level_rows, QUIETEST, slots, y, observed, which, now, ahead
-        )
+        x, level, unit, rough = self.move(state, slots, y, observed, which, now, ahead)
         spread = rough**c.spread
         # (Q, n, H): a quantile is one piece of memory.
         around = f.centre_of(x) + spread.view(1, -1, 1) * f.offsets.T.unsqueeze(1)
@@ -59,3 +56,24 @@ class ForecasterRow:
         if unknown.any():
             quantiles[:, unknown] = math.nan
         return quantiles.permute(1, 2, 0)
+
+    def move(
+        self, state: ForecasterState, slots: Tensor, y: Tensor, observed: Tensor, which: Tensor, now: Tensor, ahead: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As a call, but what a forecast is made from: features (n, F), level (n,) and unit (n,) float64, roughness (n,)."""
+        tensors = [leaf for _, leaf in leaves(state)]
+        rows, quietest = self.forecaster.config.level_rows, QUIETEST
+        return streams.forecaster_row(
+            tensors, self._rates, self._strides, self._reads, rows, quietest, slots, y, observed, which, now, ahead
+        )
+
+    def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> None:
+        """Write T rows of all N streams of `state`, which is changed. Shapes as of `Forecaster.observe`: y, observed (N, T), phase (N, T, G).
+
+        For short histories, where the chunks of the pure form cost more to set up than the rows to write.
+        """
+        every = torch.arange(len(y))
+        values, seen, times = y.T.contiguous(), observed.T.contiguous(), phase.transpose(0, 1).contiguous()
+        ahead = times[-1].unsqueeze(1).expand(-1, self.forecaster.config.horizon, -1).contiguous()  # what would be read is not looked at
+        for row, was_seen, now in zip(values, seen, times, strict=True):
+            self.move(state, every, row, was_seen, every, now, ahead)

@@ -131,7 +131,7 @@ class NeuralMemory(nn.Module):
         self.gates = nn.Linear(dim, sum(counts))
         nn.init.zeros_(self.gates.weight)
         with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
-            self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98)] * counts[0] + [0.0] * (counts[1] + counts[2])))
+            self.gates.bias.copy_(torch.cat([torch.full((n,), x) for n, x in zip(counts, (math.log(0.02 / 0.98), 0.0, 0.0), strict=True)]))
         if config.window > 1:
             self.lags = _lags(config)
         self.gate = nn.Linear(dim, dim, bias=False)

@@ -12,16 +12,22 @@ all steps of the horizon, each strictly delayed by its own length. So that forge
 rehearses one axis i of the context: the pseudo-observation W[i] = 0 with weight penalty (1 - lam) d, which keeps the penalty where it is and
 the inverse Gram matrix bounded. Its updates are symmetric to the bit, and float32 suffices.
 
-Several rates lam run side by side. Their forecasts, the frozen one, one without carried state, the last value and the held season are
-experts: a small least-squares mix about the slowest memory is learnt for every step (the same recursion), and the experts and the mix
-are weighted by their own recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; with forgetting, Herbster and Warmuth
-1998).
+The inverse of a whole Gram matrix of all features would be most of the state and of the time, so it is held whole for a block of the
+context only: the directions that matter most in training. Memories at several rates lam read the block. One more, the wide memory, reads
+all directions: the Gram matrix of those outside the block is kept as its diagonal, which is nearly all there is of it, since they were
+whitened in training (a decoupled Kalman filter: Puskorius and Feldkamp 1991). The narrow ones learn soonest; the wide one also unlearns
+what the frozen forecast is wrong by in directions of which training thought little.
+
+Their forecasts, the frozen one, one without carried state, the last value and the held season are experts: a small least-squares mix
+about the slowest narrow memory is learnt for every step (the same recursion), and the experts and the mix are weighted by their own
+recent, delayed errors, w ~ exp(-trust (loss / best loss - 1)) (Vovk 1990; with forgetting, Herbster and Warmuth 1998).
 
 All of it is a value per stream: nothing is shared but the frozen projection. What a truth differs by from what its memory expected is
-clipped, in units of the stream's own running deviation (the recursion of Huber's loss), so that one broken reading does not undo what
+clipped, in units of the stream's deviation over its past (the recursion of Huber's loss), so that one broken reading does not undo what
 was learnt, while a burst that is foreseen is learnt in full.
 
-Axis letters: B streams, H horizon, F features of the forecaster, d context, R rates, E experts, K mixed experts, M weighted forecasts.
+Axis letters: B streams, H horizon, F features of the forecaster (and of the context), k block, R rates, E experts, K mixed experts,
+M weighted forecasts.
 """
 
 from __future__ import annotations
@@ -36,10 +42,10 @@ from torch import Tensor, nn
 from titans_core.config import require
 from titans_core.forecaster import Forecaster
 
-# The unit of a stream is never taken below this share of the deviation over its whole past (a variance share).
-QUIETEST = 0.1
 # Rows of an overlapping horizon count for less: penalties grow with the horizon, from this one on.
 SHORTEST = 4
+# Directions of the features with less variance in training, in squared units, are taken for this.
+FAINTEST = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +53,7 @@ class OutcomeConfig:
     """Times are in rows: a value of n forgets with lam = 1 - 1/n. The defaults are for hourly rows; see `daily`.
 
     features, horizon, look_back: the forecaster's. season: (first column, columns, rows a column serves) of the seasonal reads in its
-    features, or None. outcomes: how many directions of the forecasts, and inputs: how many of the features, make up the context.
+    features, or None. outcomes: how many directions of the forecasts lead the context. block: how much of it has a whole Gram matrix.
     forget: windows of the memories, the slowest last. penalty and mix_penalty: per step of the horizon. clip: the largest surprise that is
     written, widest: the largest entry of a context, both in units.
     """
@@ -57,39 +63,38 @@ class OutcomeConfig:
     look_back: int
     season: tuple[int, int, int] | None = None
     outcomes: int = 16
-    inputs: int = 48
+    block: int = 48
     forget: tuple[float, ...] = (500.0, 3333.0)
     penalty: float = 40.0
     mix_forget: float = 3333.0
     mix_penalty: float = 4.0
     loss_forget: float = 500.0
     trust: float = 20.0
-    unit_rows: float = 333.0
-    clip: float = 5.0
+    clip: float = 10.0
     widest: float = 50.0
 
     def __post_init__(self) -> None:
-        require(self.features >= 1 and self.horizon >= 1, f"features {self.features} and horizon {self.horizon} must be positive")
+        require(self.features >= 2 and self.horizon >= 1, f"features {self.features} must be two or more, horizon {self.horizon} positive")
         require(1 <= self.look_back <= self.features, f"look_back {self.look_back} must lie in 1..features {self.features}")
-        require(self.outcomes >= 0 and self.inputs >= 0, f"outcomes {self.outcomes} and inputs {self.inputs} cannot be negative")
-        windows = (*self.forget, self.mix_forget, self.loss_forget, self.unit_rows)
+        require(self.outcomes >= 0 and self.block >= 1, f"outcomes {self.outcomes} cannot be negative, block {self.block} must be positive")
+        windows = (*self.forget, self.mix_forget, self.loss_forget)
         require(len(self.forget) >= 1 and all(n > 1 for n in windows), f"windows {windows} must be longer than one row")
         require(self.penalty > 0 and self.mix_penalty > 0, f"penalties {self.penalty}, {self.mix_penalty} must be positive")
         require(self.clip > 0 and self.trust >= 0, f"clip {self.clip} must be positive and trust {self.trust} not negative")
 
     @property
-    def width(self) -> int:
-        """d: outcomes, inputs and the constant."""
-        return min(self.outcomes, self.horizon) + min(self.inputs, self.features) + 1
+    def whole(self) -> int:
+        """k: entries of the context whose Gram matrix is held whole."""
+        return min(self.block, self.features - 1)
 
     @property
     def experts(self) -> int:
-        """E: base, memories, without carried state, last value, season."""
-        return 3 + len(self.forget) + (self.season is not None)
+        """E: base, memories and the wide one, without carried state, last value, season."""
+        return 4 + len(self.forget) + (self.season is not None)
 
     @classmethod
     def daily(cls, model: Forecaster, rows: int, **options: Any) -> OutcomeConfig:
-        """For a fitted forecaster of a stream with `rows` rows a day: windows of 21 and 139 days, units over 14."""
+        """For a fitted forecaster of a stream with `rows` rows a day: windows of 21 and 139 days."""
         c, season, column = model.config, None, model.config.look_back
         for s in c.seasons:
             if s.slots > 1:
@@ -98,7 +103,7 @@ class OutcomeConfig:
             column += len(s.rates) * s.reads(c.horizon)
         days = rows / 24.0
         fast, slow = 500 * days, 3333 * days
-        times: dict[str, Any] = {"forget": (fast, slow), "mix_forget": slow, "loss_forget": fast, "unit_rows": 333 * days}
+        times: dict[str, Any] = {"forget": (fast, slow), "mix_forget": slow, "loss_forget": fast}
         return cls(features=c.features, horizon=c.horizon, look_back=c.look_back, season=season, **{**times, **options})
 
     def to_json(self) -> dict[str, Any]:
@@ -117,16 +122,16 @@ class OutcomeState:
     for step h."""
 
     rows: Tensor  # (B,) int64
-    count: Tensor  # (B,) float64, observed rows
-    mean: Tensor  # (B,) float64, running over `unit_rows`
-    variance: Tensor  # (B,) float64
     level: Tensor  # (B, H) float64, level of each origin
     unit: Tensor  # (B, H) float64, unit of each origin; 0: no forecast was made
-    keys: Tensor  # (B, H, d) contexts
-    gains: Tensor  # (B, R, H, d) of the contexts
-    rehearsed: Tensor  # (B, R, H, d) gains of the axis that was rehearsed with each
-    inverse: Tensor  # (B, R, d, d) inverse Gram matrices
-    memory: Tensor  # (B, R, H, d) W
+    keys: Tensor  # (B, H, F) contexts
+    gains: Tensor  # (B, R + 1, H, k) of the block of each context; the last one is the wide memory's
+    rehearsed: Tensor  # (B, R + 1, H, k) gains of the axis that was rehearsed with each
+    inverse: Tensor  # (B, R + 1, k, k) inverse Gram matrices of the block
+    memory: Tensor  # (B, R + 1, H, k) W on the block
+    damping: Tensor  # (B, H) what the gains of the rest are divided by
+    squares: Tensor  # (B, F - k) the diagonal of the Gram matrix of the rest
+    rest: Tensor  # (B, H, F - k) W of the wide memory on the rest
     pending: Tensor  # (B, H, H, E + 1) forecasts in the origin's unit, relative to its level; origins, steps, experts and the mix
     mix_inverse: Tensor  # (B, H, K, K)
     mix: Tensor  # (B, H, K) weights about the slowest memory
@@ -140,6 +145,15 @@ class Origin(NamedTuple):
     base: Tensor  # (B, H) expected values, relative to the level, in units
     level: Tensor  # (B,) float64
     unit: Tensor  # (B,) float64
+
+
+class Thought(NamedTuple):
+    """What is made of an origin."""
+
+    key: Tensor  # (B, F) context
+    issued: Tensor  # (B, H, E + 1) what the experts and the mix say, relative to the level
+    unit: Tensor  # (B,) float64; 0: nothing is known yet
+    forecast: Tensor  # (B, H) float64, in the values of the series
 
 
 def origin_of(model: Forecaster, state: Any, future_phase: Tensor) -> Origin:
@@ -174,10 +188,10 @@ class OutcomeMemory(nn.Module):
     def __init__(self, config: OutcomeConfig) -> None:
         super().__init__()
         self.config = config
-        self.register_buffer("projection", torch.zeros(config.features, config.width))
+        self.register_buffer("projection", torch.zeros(config.features, config.features - 1))
         self.register_buffer("window_line", torch.zeros(config.look_back + 1, config.horizon))
         self.register_buffer("_steps", torch.arange(1, config.horizon + 1), persistent=False)
-        self.register_buffer("_lam", 1.0 - 1.0 / torch.tensor(config.forget).unsqueeze(1), persistent=False)
+        self.register_buffer("_lam", 1.0 - 1.0 / torch.tensor((*config.forget, config.forget[-1])).unsqueeze(1), persistent=False)
         self.register_buffer("_mix_lam", torch.tensor(1.0 - 1.0 / config.mix_forget), persistent=False)
         if config.season is not None:
             first, columns, rows = config.season
@@ -188,8 +202,9 @@ class OutcomeMemory(nn.Module):
     def fit(self, x: Tensor, y: Tensor, line: Tensor, penalty: float = 1e3) -> OutcomeMemory:
         """Frozen weights from training windows: x (N, F), the last of them constant, y (N, H) with NaN where unknown, line (F, H).
 
-        The context is, whitened on these windows: the leading directions of the line's forecasts (reduced-rank regression), the leading
-        principal components of the features, and 1. The window line is ridge regression on the look-back alone.
+        The context is 1 and, whitened on these windows, the leading directions of the line's forecasts (reduced-rank regression) and
+        the principal components of what they leave over of the features, the largest first. The window line is ridge regression on the
+        look-back alone.
         Raises ValueError where there are fewer windows than features.
         """
         c = self.config
@@ -199,15 +214,15 @@ class OutcomeMemory(nn.Module):
             )
         x64, line64 = x.double().clamp(-1e3, 1e3), line.double()
         covariance = torch.cov(x64.mT, correction=0)
-        values, vectors = torch.linalg.eigh(covariance)
-        first = c.features - min(c.inputs, c.features)
-        inputs = vectors[:, first:] / values[first:].clamp(min=1e-6).sqrt()
+        count = min(c.outcomes, c.horizon, c.features - 1)
         _, directions = torch.linalg.eigh(line64.mT @ covariance @ line64)
-        outcomes = line64 @ directions[:, c.horizon - min(c.outcomes, c.horizon) :]
-        outcomes = outcomes / (outcomes * (covariance @ outcomes)).sum(0).clamp(min=1e-6).sqrt()
-        constant = torch.zeros(c.features, 1, dtype=torch.float64)
-        constant[-1] = 1.0
-        self.projection.copy_(torch.cat([outcomes, inputs, constant], 1))
+        outcomes = line64 @ directions.flip(1)[:, :count]
+        outcomes = outcomes / (outcomes * (covariance @ outcomes)).sum(0).clamp(min=FAINTEST).sqrt()
+        # What the outcomes leave over of the features.
+        beside = torch.eye(c.features, dtype=torch.float64) - outcomes @ outcomes.mT @ covariance
+        values, vectors = torch.linalg.eigh(beside.mT @ covariance @ beside)
+        values, vectors = values.flip(0)[: c.features - 1 - count], vectors.flip(1)[:, : c.features - 1 - count]
+        self.projection.copy_(torch.cat([outcomes, beside @ (vectors / values.clamp(min=FAINTEST).sqrt())], 1))
         window = torch.cat([x64[:, : c.look_back], x64[:, -1:]], 1)
         known = torch.isfinite(y).all(1)
         window, target = window[known], y[known].double()
@@ -218,7 +233,8 @@ class OutcomeMemory(nn.Module):
     def initial_state(self, n: int) -> OutcomeState:
         """n streams of which no outcome is known: their forecasts are the base's."""
         c, like = self.config, self.projection
-        H, d, R, E, K = c.horizon, c.width, len(c.forget), c.experts, c.experts - 1
+        H, F, R, E, K = c.horizon, c.features, len(c.forget), c.experts, c.experts - 1
+        k = c.whole
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(n, *shape, dtype=dtype, device=like.device)
@@ -226,16 +242,16 @@ class OutcomeMemory(nn.Module):
         wide = torch.float64
         return OutcomeState(
             rows=zeros(dtype=torch.int64),
-            count=zeros(dtype=wide),
-            mean=zeros(dtype=wide),
-            variance=zeros(dtype=wide),
             level=zeros(H, dtype=wide),
             unit=zeros(H, dtype=wide),
-            keys=zeros(H, d),
-            gains=zeros(R, H, d),
-            rehearsed=zeros(R, H, d),
-            inverse=zeros(R, d, d) + torch.eye(d, device=like.device) / self._penalty(c.penalty),
-            memory=zeros(R, H, d),
+            keys=zeros(H, F),
+            gains=zeros(R + 1, H, k),
+            rehearsed=zeros(R + 1, H, k),
+            inverse=zeros(R + 1, k, k) + torch.eye(k, device=like.device) / self._penalty(c.penalty),
+            memory=zeros(R + 1, H, k),
+            damping=zeros(H) + 1.0,
+            squares=zeros(F - k) + self._penalty(c.penalty),
+            rest=zeros(H, F - k),
             pending=zeros(H, H, E + 1),
             mix_inverse=zeros(H, K, K) + torch.eye(K, device=like.device) / self._penalty(c.mix_penalty),
             mix=zeros(H, K),
@@ -244,8 +260,8 @@ class OutcomeMemory(nn.Module):
 
     @property
     def _weighted(self) -> int:
-        """M: base, memories, without carried state, and the mix."""
-        return 3 + len(self.config.forget)
+        """M: base, memories and the wide one, without carried state, and the mix."""
+        return 4 + len(self.config.forget)
 
     def _penalty(self, per_step: float) -> float:
         return per_step * max(self.config.horizon, SHORTEST)
@@ -263,7 +279,20 @@ class OutcomeMemory(nn.Module):
                 f"{tuple(observed.shape)} must be (B, {c.features}), (B, {c.horizon}), (B,) and (B,)"
             )
         with torch.inference_mode():
-            return self._issue(self._judge(state, y, observed), origin)
+            judged = self._judge(state, y, observed)
+            if bool(observed.all()):
+                thought = self._think(judged, origin)
+                return self._issue(judged, origin, thought), thought.forecast
+            # A missing row is passed, as `skip` passes it: its forecast is read and forgotten.
+            judged = _where(observed, judged, state)
+            thought = self._think(judged, origin)
+            passed = self.skip(state, torch.ones_like(state.rows))
+            return _where(observed, self._issue(judged, origin, thought), passed), thought.forecast
+
+    def correct(self, state: OutcomeState, origin: Origin) -> Tensor:
+        """The corrected expected values (B, H) float64 of an origin; changes no state."""
+        with torch.inference_mode():
+            return self._think(state, origin).forecast
 
     def _judge(self, s: OutcomeState, y: Tensor, observed: Tensor) -> OutcomeState:
         """Write the truth `y` of this row for step h of the origin h rows ago, for all h."""
@@ -275,17 +304,20 @@ class OutcomeMemory(nn.Module):
         due = s.pending.diagonal(dim1=1, dim2=2).mT  # (B, H, E + 1): step h of entry h-1
 
         # The memories. Every step has its own column of W, and meets each context with the gain that was worked out for it.
-        read = (s.keys.unsqueeze(1) * s.memory).sum(3)  # (B, R, H)
-        surprise = ((truth - due[:, :, 0]).unsqueeze(1) - read).clamp(-c.clip, c.clip)
-        surprise = torch.where(known.unsqueeze(1), surprise, 0.0)
+        block, beside = s.keys[:, :, : c.whole], s.keys[:, :, c.whole :]
+        surprise = (truth - due[:, :, 0]).unsqueeze(1) - self._read(s, block, beside)
+        surprise = torch.where(known.unsqueeze(1), surprise.clamp(-c.clip, c.clip), 0.0)
         memory = torch.addcmul(s.memory, s.gains, surprise.unsqueeze(3))
-        axis = ((s.rows.unsqueeze(1) - self._steps) % c.width)[:, None, :, None].expand(-1, len(c.forget), -1, -1)
+        axis = ((s.rows.unsqueeze(1) - self._steps) % c.whole)[:, None, :, None].expand(-1, memory.shape[1], -1, -1)
         memory = torch.addcmul(memory, s.rehearsed, memory.gather(3, axis), value=-1.0)
+        wear = 1.0 - (1.0 - self._lam[-1]) * self._penalty(c.penalty) / s.squares
+        write = (surprise[:, -1] / s.damping).unsqueeze(2)
+        rest = torch.addcmul(s.rest * wear.unsqueeze(1), beside / s.squares.unsqueeze(1), write)
 
         # The mix about the slowest memory, and the losses.
         slow, others = self._about_slow(due[:, :, : c.experts])
         lam = self._mix_lam
-        gain, inverse = _absorb(s.mix_inverse, others, lam)
+        gain, _, inverse = _absorb(s.mix_inverse, others, lam, lam)
         surprise = (truth - slow - (others * s.mix).sum(2)).clamp(-c.clip, c.clip)
         mix = s.mix + gain * surprise.unsqueeze(2)
         K = c.experts - 1
@@ -294,40 +326,25 @@ class OutcomeMemory(nn.Module):
         mix = mix - gain * mix.gather(2, i)
         loss = (1.0 - 1.0 / c.loss_forget) * s.loss + (self._judged(due) - truth.unsqueeze(2)).clamp(-c.clip, c.clip).square()
 
-        # The running mean and variance (Welford's recursion).
-        count = s.count + observed
-        rate = 1.0 / count.clamp(1.0, c.unit_rows)
-        off = value - s.mean
-        mean = torch.where(observed, s.mean + rate * off, s.mean)
-        variance = torch.where(observed, s.variance + rate * (off * (value - mean) - s.variance), s.variance)
         each = known.unsqueeze(2)
         return dataclasses.replace(
             s,
-            count=count,
-            mean=mean,
-            variance=variance,
             memory=memory,
+            rest=rest,
             mix=torch.where(each, mix, s.mix),
             mix_inverse=torch.where(each.unsqueeze(3), inverse, s.mix_inverse),
             loss=torch.where(each, loss, s.loss),
         )
 
-    def _issue(self, s: OutcomeState, origin: Origin) -> tuple[OutcomeState, Tensor]:
-        """Correct the forecast of a new origin, and keep what its truths will be written with."""
+    def _think(self, s: OutcomeState, origin: Origin) -> Thought:
+        """What every expert says of an origin, and the forecast that it comes to."""
         c = self.config
-        unit = (s.variance + QUIETEST * origin.unit.square()).sqrt()
-        known = (unit > 0) & origin.x.isfinite().all(1) & origin.base.isfinite().all(1)
-        safe = torch.where(known, unit, 1.0)
-        ratio = torch.where(known, origin.unit / safe, 0.0).float().unsqueeze(1)
+        known = (origin.unit > 0) & origin.x.isfinite().all(1) & origin.base.isfinite().all(1)
         x = torch.where(known.unsqueeze(1), origin.x, 0.0)
-        base = torch.where(known.unsqueeze(1), origin.base, 0.0)
-        # The constant of the context is 1 in every unit; all else is measured in the stream's own.
-        key = torch.cat([(x @ self.projection[:, :-1]) * ratio, torch.ones_like(ratio)], 1).clamp(-c.widest, c.widest)
-        key = key * known.unsqueeze(1)
-
-        frozen, free, rest = self._experts(x, base)
-        frozen, free, rest = frozen * ratio, free * ratio, [r * ratio for r in rest]
-        corrected = frozen.unsqueeze(1) + (s.memory * key[:, None, None]).sum(3)
+        frozen = torch.where(known.unsqueeze(1), origin.base, 0.0)
+        key = torch.cat([torch.ones_like(x[:, :1]), x @ self.projection], 1).clamp(-c.widest, c.widest) * known.unsqueeze(1)
+        free, rest = self._experts(x)
+        corrected = frozen.unsqueeze(1) + self._read(s, key[:, None, : c.whole], key[:, None, c.whole :])
         experts = torch.stack([frozen, *corrected.unbind(1), free, *rest], 2)  # (B, H, E)
         slow, others = self._about_slow(experts)
         issued = torch.cat([experts, (slow + (others * s.mix).sum(2)).unsqueeze(2)], 2)
@@ -338,32 +355,46 @@ class OutcomeMemory(nn.Module):
         # Before the first truth all losses are equal, and only the frozen forecast has earned any trust.
         forecast = torch.where(best.squeeze(2) > 0, forecast, frozen)
 
-        lam = self._lam
-        gain, inverse = _absorb(s.inverse, key.unsqueeze(1), lam)
-        i = (s.rows % c.width)[:, None, None].expand(-1, len(c.forget), 1)
-        again, inverse = _rehearse(inverse, i, self._penalty(c.penalty) * (1 - lam) * c.width)
-        state = dataclasses.replace(
+        made = origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * forecast.double()
+        made = torch.where(known.unsqueeze(1), made, origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * origin.base)
+        return Thought(key, issued, torch.where(known, origin.unit, 0.0), made)
+
+    def _issue(self, s: OutcomeState, origin: Origin, thought: Thought) -> OutcomeState:
+        """Keep what the truths of a new origin will be written with."""
+        c, lam, key = self.config, self._lam, thought.key
+        squares = key[:, c.whole :].square()
+        beside = torch.zeros(len(key), len(lam), 1, device=key.device)
+        beside[:, -1] = (squares / s.squares).sum(1, keepdim=True)
+        gain, damping, inverse = _absorb(s.inverse, key[:, None, : c.whole], lam, lam + beside)
+        i = (s.rows % c.whole)[:, None, None].expand(-1, len(lam), 1)
+        again, inverse = _rehearse(inverse, i, self._penalty(c.penalty) * (1 - lam) * c.whole)
+        return dataclasses.replace(
             s,
             rows=s.rows + 1,
             level=_push(s.level, origin.level, 1),
-            unit=_push(s.unit, torch.where(known, unit, 0.0), 1),
+            unit=_push(s.unit, thought.unit, 1),
             keys=_push(s.keys, key, 1),
             gains=_push(s.gains, gain, 2),
+            damping=_push(s.damping, damping[:, -1, 0], 1),
             rehearsed=_push(s.rehearsed, again, 2),
             inverse=inverse,
-            pending=_push(s.pending, issued, 1),
+            squares=lam[-1] * s.squares + squares + (1 - lam[-1]) * self._penalty(c.penalty),
+            pending=_push(s.pending, thought.issued, 1),
         )
-        made = origin.level.unsqueeze(1) + safe.unsqueeze(1) * forecast.double()
-        return state, torch.where(known.unsqueeze(1), made, origin.level.unsqueeze(1) + origin.unit.unsqueeze(1) * origin.base)
 
-    def _experts(self, x: Tensor, base: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Base, without carried state, and the rest, each (B, H) in the forecaster's unit."""
+    def _read(self, s: OutcomeState, block: Tensor, rest: Tensor) -> Tensor:
+        """What the memories add to the base (B, R + 1, H), the wide one last; block (B, H or 1, k) and rest (B, H or 1, F - k) of the context."""
+        read = (s.memory * block.unsqueeze(1)).sum(3)
+        return torch.cat([read[:, :-1], read[:, -1:] + (s.rest * rest).sum(2).unsqueeze(1)], 1)
+
+    def _experts(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Without carried state, and the rest: last value and season; each (B, H)."""
         c = self.config
         free = torch.cat([x[:, : c.look_back], x[:, -1:]], 1) @ self.window_line
         rest = [x[:, c.look_back - 1].unsqueeze(1).expand(-1, c.horizon)]
         if c.season is not None:
             rest.append(x[:, self._season])
-        return base, free, rest
+        return free, rest
 
     def _about_slow(self, experts: Tensor) -> tuple[Tensor, Tensor]:
         """(B, H, E) -> the slowest memory's forecast (B, H), and the others relative to it (B, H, K)."""
@@ -386,9 +417,11 @@ class OutcomeMemory(nn.Module):
             index, stays = entry.clamp(min=0).view(shape), (entry >= 0).view(shape)
             return torch.where(stays, ring.gather(dim, index.expand_as(ring)), 0.0)
 
+        damping = move(state.damping, 1)
         return dataclasses.replace(
             state,
             rows=state.rows + gap,
+            damping=torch.where(damping > 0, damping, 1.0),
             level=move(state.level, 1),
             unit=move(state.unit, 1),
             keys=move(state.keys, 1),
@@ -398,12 +431,13 @@ class OutcomeMemory(nn.Module):
         )
 
 
-def _absorb(inverse: Tensor, key: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-    """One observation of recursive least squares: inverse (..., d, d), key (..., d), lam (..., 1) -> gain (..., d), new inverse."""
+def _absorb(inverse: Tensor, key: Tensor, lam: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """One observation of recursive least squares: inverse (..., d, d), key (..., d), lam and noise (..., 1); noise is lam, and more where
+    the key is only a part of what was seen. Returns gain (..., d), what it was divided by (..., 1), new inverse."""
     held = (inverse * key.unsqueeze(-2)).sum(-1)
-    size = lam + (key * held).sum(-1, keepdim=True)
+    size = noise + (key * held).sum(-1, keepdim=True)
     half = held / size.sqrt()
-    return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0) / lam.unsqueeze(-1)
+    return held / size, size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0) / lam.unsqueeze(-1)
 
 
 def _rehearse(inverse: Tensor, axis: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -412,6 +446,15 @@ def _rehearse(inverse: Tensor, axis: Tensor, weight: Tensor) -> tuple[Tensor, Te
     size = 1.0 / weight + held.gather(-1, axis)
     half = held / size.sqrt()
     return held / size, torch.addcmul(inverse, half.unsqueeze(-1), half.unsqueeze(-2), value=-1.0)
+
+
+def _where(chosen: Tensor, left: OutcomeState, right: OutcomeState) -> OutcomeState:
+    """`left` for the streams that are chosen (B,), `right` for the others."""
+    parts = {}
+    for part in dataclasses.fields(OutcomeState):
+        a, b = getattr(left, part.name), getattr(right, part.name)
+        parts[part.name] = torch.where(chosen.view(-1, *[1] * (a.dim() - 1)), a, b)
+    return OutcomeState(**parts)
 
 
 def _push(ring: Tensor, newest: Tensor, dim: int) -> Tensor:

@@ -22,11 +22,13 @@ from sklearn.base import BaseEstimator
 
 from connectors import tables
 from connectors.errors import UserError
-from pipelines.forecasting.calendar import default_seasons, phases
+from pipelines.forecasting.calendar import default_seasons, natural_cycles, phases
 from pipelines.forecasting.covariates import Calendar, Encoder
 from pipelines.windows import Panel, continue_grid, panel
 from titans_core.config import Mixer, Rule
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
+from titans_core.learner import Learner, LearnerState, gain_on
+from titans_core.outcome import OutcomeConfig, OutcomeMemory
 from titans_core.patches import PatchConfig
 from titans_core.state import from_bytes, replace, select, stack, to_bytes
 from titans_core.training import (
@@ -50,6 +52,7 @@ MAX_WINDOWS = 60_000
 MAX_SERIES = 2_000  # series that training looks at; all get a memory
 CELLS_AT_ONCE = 1 << 17  # series x rows that one call of `observe` works on
 CONFIG_VERSION = 1
+JUDGED_SERIES = 16  # series on which an outcome memory is judged: it is written row by row
 
 
 class TitansForecaster(BaseEstimator):
@@ -59,7 +62,8 @@ class TitansForecaster(BaseEstimator):
     patch_rows rows, with memories of the given rule; they are kept only where they help on validation. zone: IANA name of the wall clock
     that days and weeks follow (UTC where None). scale_lag: training errors are measured in each series' mean absolute difference over so
     many rows, what MASE divides by (None: in its running deviation). future, historic, static: columns known ahead, known once they
-    happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`).
+    happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`). outcomes: an outcome memory
+    beside the sequence memory, kept only where it helps on validation; each row is then read by itself, which takes far longer.
 
     After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
     """
@@ -84,6 +88,7 @@ class TitansForecaster(BaseEstimator):
         historic: tuple[str, ...] = (),
         static: tuple[str, ...] = (),
         calendar: tuple[Calendar, ...] = (),
+        outcomes: bool = False,
     ) -> None:
         self.horizon = horizon
         self.look_back = look_back
@@ -103,6 +108,7 @@ class TitansForecaster(BaseEstimator):
         self.historic = historic
         self.static = static
         self.calendar = calendar
+        self.outcomes = outcomes
 
     def fit(
         self, frame: pl.DataFrame | Panel, progress: Callable[[int, int, float], None] | None = None
@@ -159,12 +165,34 @@ class TitansForecaster(BaseEstimator):
             (valid_windows,) = self._windows(model, start, rows, border, [valid])
             self.valid_error_ = validation_error(model, valid_windows.x, valid_windows.y)
         calibrate(self.forecaster_, valid_windows)
+        self.outcome_ = self._learn_outcomes(rows, train_windows, valid_windows, border) if self.outcomes else None
         return self.remember(table)
+
+    def _learn_outcomes(self, rows: Rows, train: Windows, valid: Windows, border: int) -> OutcomeMemory | None:
+        """An outcome memory that makes the validation rows better; None where it does not, or cannot go beside this forecaster."""
+        model = self.forecaster_
+        if model.config.covariates is not None or model.config.memory != "carried":
+            raise UserError("outcomes are learnt beside a carried memory without covariates: leave one of them out")
+        both = torch.cat([train.x, valid.x]), torch.cat([train.y, valid.y])
+        # What it forgets by is counted in the shortest cycle, and in no fewer rows than hourly series have.
+        config = OutcomeConfig.daily(model, max((24, *natural_cycles(self.frequency_)[:1])))
+        few = slice(0, JUDGED_SERIES)
+        try:
+            learner = Learner(model, _fitted(config, model, train.x, train.y))
+            self.outcome_gain_ = gain_on(learner, rows.y[few], rows.observed[few], rows.phase[few], border)
+            return _fitted(config, model, *both) if self.outcome_gain_ < 1.0 else None
+        except ValueError:  # fewer windows than features: nothing to learn a context from
+            return None
+
+    @property
+    def memory_(self) -> Forecaster | Learner:
+        """What reads and forecasts a stream: the forecaster, with its outcome memory where it has one."""
+        return self.forecaster_ if self.outcome_ is None else Learner(self.forecaster_, self.outcome_)
 
     def remember(self, table: Panel) -> TitansForecaster:
         """Forget all series; fresh memories read those of a panel from first row to last. Trains nothing."""
         self.ids_ = table.ids
-        self.state_, self.last_ds_, self.static_ = self._read(self.forecaster_, table)
+        self.state_, self.last_ds_, self.static_ = self._read(self.memory_, table)
         return self
 
     @property
@@ -185,7 +213,7 @@ class TitansForecaster(BaseEstimator):
         if frame is None:
             return self._forecast(self.state_, self.ids_, self.last_ds_, self.static_, quantiles, future)
         table = panel(frame, frequency=self.frequency_, covariates=self._columns)
-        state, last, static = self._read(self.forecaster_, table)
+        state, last, static = self._read(self.memory_, table)
         return self._forecast(state, table.ids, last, static, quantiles, future)
 
     def update(self, frame: pl.DataFrame | Panel) -> TitansForecaster:
@@ -207,7 +235,7 @@ class TitansForecaster(BaseEstimator):
             last_ds.append(None)
             static.append(its_static[table.ids.index(name)])
         if new:
-            states.append(self.forecaster_.initial_state(len(new)))
+            states.append(self.memory_.initial_state(len(new)))
         state = stack(states)
         for i, name in enumerate(table.ids):
             part, at = table.rows(i), known[name]
@@ -224,12 +252,11 @@ class TitansForecaster(BaseEstimator):
                     y = np.concatenate([np.full(gap, np.nan), y])
                     seen = np.concatenate([np.zeros(gap, bool), seen])
                     beside = np.concatenate([np.zeros((gap, beside.shape[1]), np.float32), beside])
-            one = select(state, [at])
+            one: Any = select(state, [at])
             with torch.inference_mode():
-                one = self.forecaster_.observe(
-                    one, torch.tensor(y)[None], torch.tensor(seen)[None],
-                    torch.from_numpy(np.concatenate([phase(ds), beside], axis=1))[None],
-                )  # fmt: skip
+                calendar = self._slots(phase, ds)
+                slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=1)
+                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(slots)[None])
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]
         self.state_, self.ids_, self.last_ds_, self.static_ = state, tuple(ids), np.array(last_ds), np.array(static)
@@ -285,7 +312,7 @@ class TitansForecaster(BaseEstimator):
         self._check_fitted()
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        save_weights(self.forecaster_, folder / "weights.safetensors")
+        save_weights(self.forecaster_, folder / "weights.safetensors", self.outcome_)
         (folder / "config.json").write_text(json.dumps(self.describe(), indent=2, sort_keys=True) + "\n")
         known = {"ids": list(self.ids_), "last_ds": [int(np.int64(_as_int(d))) for d in self.last_ds_], "static": np.asarray(self.static_).tolist()}
         (folder / "state.safetensors").write_bytes(to_bytes(self.state_, series=json.dumps(known)))
@@ -302,7 +329,7 @@ class TitansForecaster(BaseEstimator):
         loaded = cls.from_weights(folder / "weights.safetensors", json.loads((folder / "config.json").read_text()))
         data = (folder / "state.safetensors").read_bytes()
         known = json.loads(read_metadata(data)["series"])
-        loaded.state_ = from_bytes(data, loaded.forecaster_.initial_state(1))
+        loaded.state_ = from_bytes(data, loaded.memory_.initial_state(1))
         loaded.ids_ = tuple(known["ids"])
         loaded.static_ = np.array(known["static"], dtype=np.float32).reshape(len(loaded.ids_), -1)
         stamps = np.array(known["last_ds"], dtype=np.int64)
@@ -321,6 +348,7 @@ class TitansForecaster(BaseEstimator):
             "forecaster": self.forecaster_.config.to_json(),
             "line": {k: v for k, v in dataclasses.asdict(self.line_).items() if math.isfinite(v)},
             "valid_error": self.valid_error_,
+            "outcome": None if self.outcome_ is None else self.outcome_.config.to_json(),
         }
 
     @classmethod
@@ -336,12 +364,15 @@ class TitansForecaster(BaseEstimator):
             parameters: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
             loaded = cls(**parameters)
             loaded.encoder_ = Encoder.from_json(config["covariates"])
-            loaded.forecaster_ = load_weights(weights, ForecasterConfig.from_json(config["forecaster"]))
+            learns = config.get("outcome")
+            loaded.forecaster_, loaded.outcome_ = load_weights(
+                weights, ForecasterConfig.from_json(config["forecaster"]), None if learns is None else OutcomeConfig.from_json(learns)
+            )
             loaded.frequency_, loaded.line_, loaded.valid_error_ = config["frequency"], Line(**config["line"]), config["valid_error"]
         except (KeyError, TypeError, RuntimeError) as error:
             raise UserError(f"{weights}: weights and configuration do not fit this program ({error}): train the model anew") from error
         loaded.ids_, loaded.last_ds_, loaded.static_ = (), np.array([]), loaded._no_static
-        loaded.state_ = loaded.forecaster_.initial_state(0)
+        loaded.state_ = loaded.memory_.initial_state(0)
         return loaded
 
     def _check_fitted(self) -> None:
@@ -407,7 +438,11 @@ class TitansForecaster(BaseEstimator):
             return start
         return initial_memory(model, start, rows.first(border))
 
-    def _read(self, model: Forecaster, table: Panel) -> tuple[ForecasterState, NDArray[Any], NDArray[np.float32]]:
+    def _slots(self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any]) -> NDArray[Any]:
+        """(T, G) slots of rows; with an outcome memory (T + H, G), those of the horizon after the last row too."""
+        return phase(ds if self.outcome_ is None else np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
+
+    def _read(self, model: Forecaster | Learner, table: Panel) -> tuple[ForecasterState | LearnerState, NDArray[Any], NDArray[np.float32]]:
         """Fresh memories that have read every series from its first row to its last; the stamps of the last rows; static covariates."""
         phase = phases(self.frequency_, model.config.seasons, self.zone)
         given, static = self.encoder_.of_panel(table)
@@ -423,9 +458,10 @@ class TitansForecaster(BaseEstimator):
                         np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds, given)
                     )
                     # Most series of a table stand at the same stamps: their calendar is worked out once.
-                    calendar = phase(ds[0])[None].repeat(len(ds), 0) if (ds == ds[0]).all() else np.stack([phase(row) for row in ds])
-                    slots = np.concatenate([calendar, beside], axis=2)
-                    state = model.initial_state(len(some))
+                    alike = (ds == ds[0]).all()
+                    calendar = self._slots(phase, ds[0])[None].repeat(len(ds), 0) if alike else np.stack([self._slots(phase, row) for row in ds])
+                    slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=2)
+                    state: Any = model.initial_state(len(some))
                     parts.append(
                         model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
                     )
@@ -435,25 +471,26 @@ class TitansForecaster(BaseEstimator):
 
     def read(
         self, data: str, *, id_column: str | None = "unique_id", time_column: str = "ds", target_column: str = "y"
-    ) -> tuple[tuple[str, ...], list[int], ForecasterState]:
+    ) -> tuple[tuple[str, ...], list[int], ForecasterState | LearnerState]:
         """A table's series, the times of their last rows (microseconds, or whole numbers) and memories that have read them."""
         table = panel(
             tables.read(data), frequency=self.frequency_, id_column=id_column, time_column=time_column, target_column=target_column,
             covariates=self.encoder_.names, source=data,
         )  # fmt: skip
-        state, last, _ = self._read(self.forecaster_, table)
+        state, last, _ = self._read(self.memory_, table)
         return table.ids, [_as_int(ds) for ds in last], state
 
     def _forecast(
         self,
-        state: ForecasterState,
+        state: ForecasterState | LearnerState,
         ids: tuple[str, ...],
         last_ds: NDArray[Any],
         static: NDArray[np.float32],
         quantiles: tuple[float, ...] | None,
         future: pl.DataFrame | None,
     ) -> pl.DataFrame:
-        model, config = self.forecaster_, self.forecaster_.config
+        model: Any = self.memory_
+        config = model.config
         levels = config.quantiles if quantiles is None else tuple(quantiles)
         if unknown := [q for q in levels if q not in config.quantiles]:
             raise UserError(f"the model was calibrated for quantiles {config.quantiles}, not for {unknown}")
@@ -478,16 +515,31 @@ class TitansForecaster(BaseEstimator):
         return pl.DataFrame(columns)
 
 
-def save_weights(model: Forecaster, path: str | Path) -> None:
-    """The trained weights as safetensors."""
-    safetensors.torch.save_file({k: v.contiguous() for k, v in model.state_dict().items()}, str(path))
+def _fitted(config: OutcomeConfig, model: Forecaster, x: torch.Tensor, y: torch.Tensor) -> OutcomeMemory:
+    known = x.isfinite().all(1)
+    return OutcomeMemory(config).fit(x[known], y[known], model.line)
 
 
-def load_weights(path: str | Path, config: ForecasterConfig) -> Forecaster:
-    """The forecaster of a configuration with the weights of a safetensors file; on the CPU, wherever it was trained."""
+def save_weights(model: Forecaster, path: str | Path, outcome: OutcomeMemory | None = None) -> None:
+    """The trained weights as safetensors; those of an outcome memory under `outcome.`."""
+    weights = model.state_dict()
+    if outcome is not None:
+        weights |= {f"outcome.{name}": part for name, part in outcome.state_dict().items()}
+    safetensors.torch.save_file({k: v.contiguous() for k, v in weights.items()}, str(path))
+
+
+def load_weights(
+    path: str | Path, config: ForecasterConfig, outcome: OutcomeConfig | None = None
+) -> tuple[Forecaster, OutcomeMemory | None]:
+    """The forecaster, and the outcome memory, of configurations with the weights of a safetensors file; on the CPU, wherever trained."""
+    weights = safetensors.torch.load_file(str(path))
     model = Forecaster(config)
-    model.load_state_dict(safetensors.torch.load_file(str(path)))
-    return model.eval()
+    model.load_state_dict({k: v for k, v in weights.items() if not k.startswith("outcome.")})
+    if outcome is None:
+        return model.eval(), None
+    learns = OutcomeMemory(outcome)
+    learns.load_state_dict({k.removeprefix("outcome."): v for k, v in weights.items() if k.startswith("outcome.")})
+    return model.eval(), learns
 
 
 def _as_int(stamp: Any) -> int:

@@ -87,6 +87,7 @@ def train(
     output: str | Path = "runs/train",
     epochs: int = 8,
     blocks: tuple[Mixer, ...] = (),
+    outcomes: bool = False,
     reading: Reading = STRICT,
     future: tuple[str, ...] = (),
     historic: tuple[str, ...] = (),
@@ -124,7 +125,8 @@ def train(
     table = found.panel
     store = tracking.open_store(tracking_uri)  # before the work, which a store that cannot be opened would waste
     one_by_one: dict[str, Any] = {
-        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency, "blocks": blocks,
+        "horizon": horizon, "look_back": look_back, "epochs": epochs, "seed": seed, "frequency": table.frequency,
+        "blocks": blocks, "outcomes": outcomes,
         "zone": found.zone, "future": future, "historic": historic, "static": static, "calendar": calendar,
     }  # fmt: skip
     model = TitansForecaster(**{**one_by_one, **given})
@@ -147,13 +149,14 @@ def train(
     paths["leaderboard.json"].write_text(json.dumps(board, indent=2) + "\n")
     figure = _plot(table, forecast, horizon, look_back)
     figure.savefig(paths["plot.png"], dpi=120)
-    save_weights(model.forecaster_, paths["model.safetensors"])
+    save_weights(model.forecaster_, paths["model.safetensors"], model.outcome_)
 
     params = {
         "data": data, "rows": len(table.y), "series": len(table), "frequency": table.frequency, "look_back": look_back,
         "horizon": horizon, "seed": model.seed, "epochs": epochs, "hidden": model.hidden, "penalty": model.line_.penalty,
         "gap_penalty": model.line_.gap_penalty, "backtest_origins": len(contest.origins),
-        "blocks": " ".join(blocks), "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
+        "blocks": " ".join(blocks), "outcomes": model.outcome_ is not None,
+        "covariates": " ".join([*model.encoder_.names, *model.encoder_.calendar]),
         "covariate_penalty": model.line_.covariate_penalty, "zone": found.zone,
     }  # fmt: skip
     metrics = _metrics(board)
@@ -323,7 +326,7 @@ def forecast_panel(
         raise UserError(
             f"the model forecasts up to {model.horizon} steps, not {steps}: train one with a horizon of {steps}"
         )
-    state, last, static = model._read(model.forecaster_, table)
+    state, last, static = model._read(model.memory_, table)
     result = model._forecast(state, table.ids, last, static, quantiles, future)
     if steps < model.horizon:
         result = result[np.tile(np.arange(model.horizon) < steps, len(table)).nonzero()[0]]

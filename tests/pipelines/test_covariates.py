@@ -266,8 +266,9 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     head(frame, 600).write_csv(past)
     options = {"tracking_uri": store, "model_name": "sales"}
     result = job.train(
-        str(past), look_back=LOOK_BACK, horizon=HORIZON, output=tmp_path / "out", epochs=1, **COVARIATES, calendar=("weekday",), alias="champion", **options
-    )
+        str(past), look_back=LOOK_BACK, horizon=HORIZON, output=tmp_path / "out", epochs=1, **COVARIATES, calendar=("weekday",),
+        alias="champion", **options,
+    )  # fmt: skip
     assert "no future of 'promo', 'kind' is given" in capsys.readouterr().err
     assert result.leaderboard[0]["model"] == "tethys"
     assert job.backtest(str(past), origins=2, output=tmp_path / "bt", **options).origins == 2
