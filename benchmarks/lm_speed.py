@@ -123,7 +123,8 @@ def llama(size: int) -> Side:
     def generate(prompt: torch.Tensor, count: int) -> Any:
         mask = torch.ones_like(prompt)
         with torch.inference_mode():
-            return model.generate(prompt, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=True, min_p=0.1)[0, PROMPT:].tolist()
+            made = model.generate(prompt, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=True, min_p=0.1)
+            return made[0, PROMPT:].tolist()
 
     return Side(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss, generate)
 

@@ -145,6 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--models", nargs="+", choices=BASELINES + OURS, default=BASELINES + OURS)
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds each trained model gets")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="width of the network beside the line; 0: the line alone, which is quick")
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args(argv)
 
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
         table = figures.setdefault(data.name, {"channels": data.values.shape[1], "day": data.day})
         for model in args.models:
             rows: dict[str, Any] = table.setdefault(model, {})
-            tethys = Tethys(data, MODES[model], args.look_back, args.horizon) if model in MODES else None
+            tethys = Tethys(data, MODES[model], args.look_back, args.horizon, args.hidden) if model in MODES else None
             each = []
             for horizon in args.horizon:
                 began, chosen = time.perf_counter(), {}
@@ -189,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
-    options = {"look_back": args.look_back, "horizons": args.horizon, "seeds": args.seeds, "first_seed": args.seed}
+    options = {"look_back": args.look_back, "horizons": args.horizon, "seeds": args.seeds, "first_seed": args.seed, "hidden": args.hidden}
     print(
         json.dumps(
             {"benchmark": "ltsf", "commit": commit(), "machine": machine, "parameters": options, "figures": figures}
@@ -206,8 +207,8 @@ MODES: dict[str, Memory] = {"tethys_window": "window", "tethys_frozen": "frozen"
 class Tethys:
     """One mode of the forecaster on one data set: the past is replayed once, for all horizons and seeds."""
 
-    def __init__(self, data: Dataset, mode: Memory, look_back: int, horizons: list[int]) -> None:
-        self.data = data
+    def __init__(self, data: Dataset, mode: Memory, look_back: int, horizons: list[int], hidden: int = HIDDEN) -> None:
+        self.data, self.hidden = data, hidden
         hour = data.day / 24
         seasons = (
             Season(rows=1, slots=1, rates=tuple(r / hour for r in LEVEL_RATES)),
@@ -249,7 +250,7 @@ class Tethys:
     def train(self, horizon: int, seeds: range) -> tuple[list[Scores], dict[str, Any]]:
         """Fit the line once and the network once a seed; scores on all test windows, and what was chosen."""
         train, valid, test = self.at(horizon)
-        config = dataclasses.replace(self.config, horizon=horizon, hidden=HIDDEN)
+        config = dataclasses.replace(self.config, horizon=horizon, hidden=self.hidden)
         if config.features != train.x.shape[1]:
             raise SystemExit(f"ltsf: horizon {horizon} is shorter than a day of {self.data.day} rows: run it by itself")
         model = Forecaster(config)

@@ -36,7 +36,7 @@ CREATE TABLE IF NOT EXISTS run (
     id INTEGER PRIMARY KEY CHECK (id = 1), format INTEGER NOT NULL, epoch INTEGER NOT NULL, done INTEGER NOT NULL,
     positions TEXT NOT NULL, receipts TEXT NOT NULL, counters TEXT NOT NULL, settings TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS snapshots (
-    unique_id TEXT PRIMARY KEY, batch INTEGER NOT NULL, state BLOB NOT NULL) WITHOUT ROWID;
+    unique_id TEXT PRIMARY KEY, batch INTEGER NOT NULL, state BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS journal (batch INTEGER PRIMARY KEY, arrivals BLOB NOT NULL, learnt BLOB);
 """
 
@@ -210,6 +210,13 @@ class CheckpointStore:
         """The snapshot of one stream: the batch after which it was taken, and its bytes."""
         row = self._reader.execute("SELECT batch, state FROM snapshots WHERE unique_id = ?", (unique_id,)).fetchone()
         return None if row is None else (row[0], row[1])
+
+    def read_many(self, unique_ids: Sequence[str]) -> dict[str, tuple[int, bytes]]:
+        """`read` for many streams at once; those without a snapshot are left out."""
+        rows = self._reader.execute(
+            "SELECT unique_id, batch, state FROM snapshots WHERE unique_id IN (SELECT value FROM json_each(?))", (json.dumps(list(unique_ids)),)
+        )
+        return {name: (batch, state) for name, batch, state in rows}
 
     def streams(self) -> Iterator[tuple[str, int, int]]:
         """(unique_id, batch of the snapshot, bytes) of every stream with a snapshot, by name."""

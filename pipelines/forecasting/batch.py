@@ -588,7 +588,12 @@ def _on_ray(shards: Sequence[Shard], workers: int) -> Iterator[Part]:
     ray_cluster(workers)
     import ray
 
-    settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POLARS_MAX_THREADS": "1"}
+    settings = {
+        "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POLARS_MAX_THREADS": "1",
+        # Polars' allocator gives memory back within half a second and faults it in again for the next step: a sixth of a shard's time,
+        # and memory traffic that workers side by side share. A worker may keep what its largest shard took.
+        "_RJEM_MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1",
+    }  # fmt: skip
     task = ray.remote(num_cpus=1, max_retries=5, runtime_env={"env_vars": settings})(_shard_or_mistake)
     waiting = list(reversed(shards))
     running: list[Any] = []

@@ -317,7 +317,7 @@ def create(settings: Settings) -> tuple[FastAPI, Service]:
     def stamps(ds: np.ndarray) -> list[Any]:
         if counts:
             return list(ds.tolist())
-        unit = "s" if not (ds % 1_000_000).any() else "us"
+        unit: Literal["s", "us"] = "us" if (ds % 1_000_000).any() else "s"
         return [f"{text}Z" for text in np.datetime_as_string(ds.astype("datetime64[us]"), unit=unit)]
 
     def time_of(event: Event, place: int) -> int:

@@ -249,7 +249,7 @@ class Live:
                     arrivals, self._batch = self._unfinished
                     self._work(arrivals, [], [])
                 self._loop()
-                final = self.engine.slots.snapshots(self._batch - 1, share=1)
+                final, _ = self.engine.slots.snapshots(self._batch - 1, share=1)
                 self.store.settle(final)
                 self.engine.slots.committed(final)
         except Exception as error:
@@ -320,7 +320,7 @@ class Live:
         self.counters.update(outcome.counters)
         gathered = self._gather()
         following = (_arrivals(gathered), gathered) if gathered else None
-        snapshots = slots.snapshots(batch, share=SNAPSHOT_SHARE)
+        snapshots, keep_from = slots.snapshots(batch, share=SNAPSHOT_SHARE)
         snapshots.update((name, (batch, slots.snapshot(name) or b"")) for name in self._forced)
         self.store.commit(
             batch,
@@ -328,7 +328,7 @@ class Live:
             receipts={PARTITION: receipt},
             counters=self.counters,
             snapshots=snapshots,
-            keep_from=slots.keep_from(batch, snapshots),
+            keep_from=keep_from,
             following=None if following is None else (pack_arrivals(following[0]), {PARTITION: receipt}),
         )
         slots.committed(snapshots)
@@ -349,7 +349,7 @@ class Live:
 
     def _publish(self, arrivals: Arrivals, forecasts: Mapping[str, Forecast], rows: Sequence[HistoryRow]) -> None:
         """What readers see, once it is durable."""
-        self.known.update(record.unique_id for record in arrivals.records)
+        self.known.update(arrivals.records.unique_id)
         for name in self._forgotten:
             self.latest.pop(name, None)
             self.summaries.pop(name, None)
@@ -367,23 +367,23 @@ class Live:
         frame = outcome.forecasts
         if frame.height == 0:
             return {}, []
-        horizon, levels = self.model.horizon, self.model.quantiles
-        names = frame["unique_id"].gather_every(horizon).to_list()
-        shape = (len(names), horizon)
-        origins, ahead = (frame[c].to_physical().to_numpy().reshape(shape) for c in ("origin", "ds"))
-        low, high = (frame[c].to_numpy().reshape(shape) for c in ("low", "high"))
-        quantiles = np.stack([frame[f"q{q:g}"].to_numpy().reshape(shape) for q in levels], axis=-1)
-        surprise, anomaly = (frame[c].gather_every(horizon).to_list() for c in ("surprise", "anomaly"))
+        levels = self.model.quantiles
+        names = frame["unique_id"].to_list()
+        origins, ahead = frame["origin"].to_physical().to_numpy(), frame["ds"].to_numpy().astype(np.int64)
+        low, high = (frame[c].to_numpy() for c in ("low", "high"))
+        quantiles = np.stack([frame[f"q{q:g}"].to_numpy() for q in levels], axis=-1)
+        surprise, anomaly = (frame[c].to_list() for c in ("surprise", "anomaly"))
         alarms: dict[tuple[str, int], list[str]] = {}
         for name, ds, cause in zip(outcome.alarms["unique_id"], outcome.alarms["ds"].to_physical(), outcome.alarms["cause"], strict=True):
             alarms.setdefault((name, ds), []).append(cause)
-        values = {(row.unique_id, row.ds): row.y for row in outcome.learnt}
+        learnt = outcome.learnt
+        values = dict(zip(zip(learnt.unique_id, learnt.ds.tolist(), strict=True), learnt.y.tolist(), strict=True))
         norm = self._norms(names)
         forecasts: dict[str, Forecast] = {}
         rows = []
         middle = len(levels) // 2
         for i, name in enumerate(names):
-            ds = int(origins[i, 0])
+            ds = int(origins[i])
             forecasts[name] = Forecast(name, ds, ahead[i], quantiles[i], low[i], high[i], self.model.version)
             y = values[name, ds]
             rows.append(
@@ -407,7 +407,7 @@ class Live:
     def _norms(self, names: Iterable[str]) -> dict[str, float]:
         """The size of each stream's memory: the root of the sum of squares of the numbers that were written into it."""
         each = list(dict.fromkeys(names))
-        state = self.engine.slots.gather(torch.tensor([self.engine.slots.slot(name) for name in each])).model
+        state = self.engine.slots.gather(torch.from_numpy(self.engine.slots.find(each))).model
         written = getattr(state, "memory", state)
         # How often a slot was visited is kept beside what was written into it, and only grows.
         held = [leaf for path, leaf in leaves(written) if leaf.is_floating_point() and not path.endswith("visits")]
@@ -425,7 +425,7 @@ class Live:
         return clock, self.engine.slots.layout.state([row])
 
     def _forecast(self, name: str) -> Forecast:
-        """From the state: after a restart the same bits as were answered before it."""
+        """From the state: after a restart the same as was answered before it, to rounding."""
         held = self.latest.get(name)
         if held is not None:
             return held
@@ -435,8 +435,8 @@ class Live:
         ahead = self._policy.frequency.after(np.array([clock.last]), self.model.horizon)
         forecast = self.model.memory.forecast(state.model, torch.from_numpy(self.model.phase(ahead.reshape(-1))).unflatten(0, ahead.shape))
         low, high = self.engine.monitors.interval(state.monitors, forecast)
-        parts = (part[0].double().numpy() for part in (forecast, low, high))
-        self.latest[name] = found = Forecast(name, clock.last, ahead[0], *parts, self.model.version)
+        quantiles, below, above = (part[0].double().numpy() for part in (forecast, low, high))
+        self.latest[name] = found = Forecast(name, clock.last, ahead[0], quantiles, below, above, self.model.version)
         return found
 
     def _export(self, name: str) -> bytes:
@@ -483,10 +483,10 @@ class Live:
     def _replace(self, name: str, clock: Clock, state: StreamState) -> None:
         """Within a batch, after its step: the stream's snapshot goes with the commit."""
         slots = self.engine.slots
-        slots.admit([name], self._batch + 1)
-        slots.put(torch.tensor([slots.slot(name)]), state)
-        _copy_clock(clock, slots.clock(name))
-        slots.changed([name], self._batch + 1)
+        at = slots.admit([name], self._batch + 1)
+        slots.put(torch.from_numpy(at), state)
+        slots.clocks.put(int(at[0]), clock)
+        slots.changed(at, self._batch + 1)
         self.known.add(name)
         self._forced.add(name)
         self._forgotten.add(name)
@@ -525,21 +525,21 @@ class Live:
     def _take_clocks(self, engine: Engine, store: CheckpointStore, batch: int, counters: Counter[str]) -> int:
         """The clocks of all streams go over, with the events that wait in them; returns the number of the next batch."""
         names = sorted(self.known)
-        for at in range(0, len(names), BATCH_ROWS):
-            some = names[at : at + BATCH_ROWS]
+        for first in range(0, len(names), BATCH_ROWS):
+            some = names[first : first + BATCH_ROWS]
             # Rows that the new clocks hold back have been learnt here: they are let through before the clocks change.
             arrivals = Arrivals(flush=engine.waiting(some, batch))
             store.accept(batch, pack_arrivals(arrivals), {PARTITION: self.history.last})
             outcome = engine.step(arrivals, batch)
-            engine.slots.admit(some, batch + 1)
-            for name in some:
-                _copy_clock(open_snapshot(self.engine.slots.snapshot(name) or b"")[0], engine.slots.clock(name))
-            engine.slots.changed(some, batch + 1)
-            snapshots = engine.slots.snapshots(batch, share=SNAPSHOT_SHARE)
+            at = engine.slots.admit(some, batch + 1)
+            for name, slot in zip(some, at.tolist(), strict=True):
+                engine.slots.clocks.put(slot, open_snapshot(self.engine.slots.snapshot(name) or b"")[0])
+            engine.slots.changed(at, batch + 1)
+            snapshots, keep_from = engine.slots.snapshots(batch, share=SNAPSHOT_SHARE)
             snapshots.update((name, (batch, engine.slots.snapshot(name) or b"")) for name in some)
             store.commit(
                 batch, learnt=pack_rows(outcome.learnt, arrivals), receipts={PARTITION: self.history.last}, counters=counters,
-                snapshots=snapshots, keep_from=engine.slots.keep_from(batch, snapshots),
+                snapshots=snapshots, keep_from=keep_from,
             )  # fmt: skip
             engine.slots.committed(snapshots)
             batch += 1
@@ -550,7 +550,7 @@ class Live:
         empty = Arrivals()
         self.store.accept(self._batch, pack_arrivals(empty), {PARTITION: self.history.last})
         outcome = self.engine.step(empty, self._batch)
-        final = self.engine.slots.snapshots(self._batch, share=1)
+        final, _ = self.engine.slots.snapshots(self._batch, share=1)
         self.store.commit(
             self._batch, learnt=pack_rows(outcome.learnt, empty), receipts={PARTITION: self.history.last}, counters=self.counters,
             snapshots=final, keep_from=self._batch + 1,
@@ -598,8 +598,3 @@ def _clock(text: str) -> Clock:
     if not plain:
         raise Unfit("the memory carries no clock of a stream: it is damaged")
     return clock
-
-
-def _copy_clock(source: Clock, target: Clock) -> None:
-    for part in Clock.__slots__:
-        setattr(target, part, getattr(source, part))

@@ -54,7 +54,7 @@ class Scorer:
         config = model.forecaster_.config
         self.horizon, self.levels = config.horizon, config.quantiles
         self._frequency = Frequency.parse(model.frequency_)
-        self._phase = phases(model.frequency_, config.seasons)
+        self._phase = phases(model.frequency_, config.seasons, model.zone)
         self._queue: deque[_Waiting] = deque()
         self._wake = threading.Condition()
         self._stopping = False

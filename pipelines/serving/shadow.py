@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 import polars as pl
 
 from connectors.checkpoints import CheckpointStore
-from pipelines.serving.history import PARTITION, History, HistorySource
+from pipelines.serving.history import PARTITION, History, HistoryRow, HistorySource
 from pipelines.streaming.dials import Step
 from pipelines.streaming.event_time import EventTime, Frequency
 from pipelines.streaming.worker import Stop, stream_model, work
@@ -71,33 +71,43 @@ class _Watch:
         self._source, self._tally, self._path, self._middle, self._warm = source, tally, path, middle, warm
         self._mine: dict[tuple[str, int], tuple[float, float, float]] = {}
         self._theirs: dict[tuple[str, int], tuple[float, float, float]] = {}
+        self._polled: deque[tuple[list[HistoryRow], int]] = deque()
         self._saved = 0.0
 
-    def rows(self, taken: list[Any], last: int) -> None:
-        """Rows as they were polled, before this version has seen them."""
+    def rows(self, taken: list[HistoryRow], last: int) -> None:
+        """A batch of rows as it was polled; it is judged when this version's forecasts of it are there (`write`)."""
+        if taken:
+            self._polled.append((taken, last))
+        if len(self._theirs) > 1_000_000:  # streams that fell silent
+            self._theirs.clear()
+            self._mine.clear()
+
+    def _judge(self, forecasts: dict[tuple[str, int], tuple[int, float, float, float]], taken: list[HistoryRow], last: int) -> None:
         for row in taken:
-            mine, theirs = self._mine.pop((row.unique_id, row.ds), None), self._theirs.pop((row.unique_id, row.ds), None)
+            at = (row.unique_id, row.ds)
+            mine, theirs = self._mine.pop(at, None), self._theirs.pop(at, None)
             if mine and theirs and row.y is not None and last > self._warm:
                 self._tally.rows += 1
                 self._tally.error += abs(row.y - mine[1])
                 self._tally.live_error += abs(row.y - theirs[1])
                 self._tally.covered += mine[0] <= row.y <= mine[2]
                 self._tally.live_covered += theirs[0] <= row.y <= theirs[2]
-            if row.next_mid is not None:
-                self._theirs[row.unique_id, row.next_ds] = (row.next_low or math.nan, row.next_mid, row.next_high or math.nan)
-        if len(self._theirs) > 1_000_000:  # streams that fell silent
-            self._theirs.clear()
-            self._mine.clear()
+            if row.next_low is not None and row.next_mid is not None and row.next_high is not None:
+                self._theirs[row.unique_id, row.next_ds] = (row.next_low, row.next_mid, row.next_high)
+            if at in forecasts:
+                ahead, *expected = forecasts[at]
+                self._mine[row.unique_id, ahead] = (expected[0], expected[1], expected[2])
 
     def resume(self, receipt: Any | None) -> None:
         return None
 
     def write(self, rows: pl.DataFrame) -> None:
-        for name, ds, low, middle, high in (
-            rows.filter(pl.col("step") == 1).select("unique_id", pl.col("ds").to_physical(), "low", self._middle, "high").iter_rows()
-        ):
-            if middle is not None:
-                self._mine[name, ds] = (low, middle, high)
+        next_row = [rows[c].arr.first() for c in ("ds", "low", self._middle, "high")]
+        next_row[0] = next_row[0].to_physical()
+        each = zip(rows["unique_id"], rows["origin"].to_physical(), zip(*next_row, strict=True), strict=True)
+        forecasts = {(name, origin): expected for name, origin, expected in each if None not in expected}
+        if self._polled:  # a batch that a restart works on again was polled by the run before
+            self._judge(forecasts, *self._polled.popleft())
 
     def flush(self) -> Any:
         return None

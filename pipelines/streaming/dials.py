@@ -42,17 +42,6 @@ class Step:
     """Records that wait in the source; None where it cannot tell."""
     checkpoint_bytes: int
 
-    def figures(self) -> dict[str, float]:
-        """What is worth keeping of a run: counts so far, and how the last batch went; NaN and unknown are left out."""
-        counters = self.counters
-        known = {name: float(counters[name]) for name in ("received", "accepted", "late", "duplicate", "alarms")}
-        known |= {"streams": float(self.streams), "surprise": self.surprise, "coverage": counters["covered"] / max(counters["judged"], 1)}
-        if self.latencies_ms:
-            known["latency_ms"] = sum(self.latencies_ms) / len(self.latencies_ms)
-        if self.lag is not None:
-            known["lag"] = float(self.lag)
-        return {name: value for name, value in known.items() if value == value}
-
 
 class Dials:
     """Called with every `Step`. `port`: serve `/metrics`, `/healthz` (the process lives), `/readyz` (it committed within the last minute) and

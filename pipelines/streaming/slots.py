@@ -157,13 +157,14 @@ class Slots:
     def _load(self, names: Sequence[str], batch: int) -> None:
         """Fill the slots of `names`: from their snapshots, or anew."""
         new, known, rows = [], [], []
+        kept = self._store.read_many([name for name in names if name not in self._spilled])
         for name in names:
             slot = self._slot[name]
             self._stand_in.pop(name, None)
             spilled = self._spilled.pop(name, None)
             if spilled is not None:
                 self._since[slot] = spilled[2]
-            found = spilled or self._store.read(name)
+            found = spilled or kept.get(name)
             if found is not None and found[0] < batch:
                 clock, row = open_snapshot(found[1])
                 known.append(slot)

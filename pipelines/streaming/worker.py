@@ -32,6 +32,7 @@ from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EVERY, EventTime, Frequency, Schedule, parse_duration
+from pipelines.streaming.figures import Figures
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 
 if TYPE_CHECKING:
@@ -106,9 +107,9 @@ def run(
     forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a `metrics_port`,
     `/forecast?unique_id=NAME` answers at any time.
 
-    Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the
-    checkpoint when the output is a topic. `progress` shows a line on standard error. `metrics_port` serves Prometheus
-    metrics and `/healthz`, `/readyz` on the loopback interface. Raises UserError.
+    Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the checkpoint when the
+    output is a topic. The run's figures go to the tracking store, when and as soon as it answers. `progress` shows a line on standard
+    error. `metrics_port` serves Prometheus metrics, `/healthz`, `/readyz` and `/forecast` on the loopback interface. Raises UserError.
     """
     # Only here: a worker on a model in hand needs neither MLflow nor the training code.
     from pipelines import tracking
@@ -144,13 +145,13 @@ def run(
         store = CheckpointStore(checkpoint)
         stack.callback(store.close)
         dials = stack.enter_context(Dials(metrics_port, progress))
-        params = {"source": source, "model": model.version, "grace": grace, "conflict": conflict}
-        tracked = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=params))
+        about = {"source": source, "model": model.version, "checkpoint": str(checkpoint), "forecast": forecast, **policy.settings()}
+        live_run = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=about))
+        figures = stack.enter_context(Figures(live_run.log))
 
         def tell(step: Step) -> None:
             dials(step)
-            if tracked.due():
-                tracked.log(step.figures(), step.counters["received"])
+            figures(step)
 
         summary = work(
             model,
@@ -163,7 +164,7 @@ def run(
             max_events=max_events,
             stop=stop,
             report=tell,
-            answer=tell.answer,
+            answer=dials.answer,
             past=past,
             schedule=schedule,
         )
@@ -188,7 +189,8 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
 
     config = fitted.forecaster_.config
     beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
-    memory, row = fitted.memory_, None
+    memory = fitted.memory_
+    row: Any = None
     if isinstance(memory, Learner):
         row = memory.row
     elif beside is None and not forecaster_row.unsupported(memory):

@@ -153,6 +153,7 @@ def test_events_sent_twice_are_learnt_once(tmp_path: Path, undisturbed) -> None:
     finish(twice, tmp_path / "b")
     rows = [sorted((tmp_path / f"{name}/out.csv").read_text().splitlines()) for name in "ab"]
     assert rows[0] == rows[1]
+    assert result(tmp_path / "a")[2] == result(tmp_path / "b")[2]
 
 
 def test_a_broker_that_dies_and_comes_back(tmp_path: Path, undisturbed) -> None:
@@ -175,3 +176,4 @@ def test_a_broker_that_dies_and_comes_back(tmp_path: Path, undisturbed) -> None:
         assert end(process, tmp_path / "b").splitlines()[-1] == "end of the source"
     rows = [sorted((tmp_path / f"{name}/out.csv").read_text().splitlines()) for name in "ab"]
     assert rows[0] == rows[1]
+    assert result(tmp_path / "a")[2] == result(tmp_path / "b")[2]

@@ -266,8 +266,9 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     head(frame, 600).write_csv(past)
     options = {"tracking_uri": store, "model_name": "sales"}
     result = job.train(
-        str(past), look_back=LOOK_BACK, horizon=HORIZON, output=tmp_path / "out", epochs=1, **COVARIATES, calendar=("weekday",), **options
-    )
+        str(past), look_back=LOOK_BACK, horizon=HORIZON, output=tmp_path / "out", epochs=1, **COVARIATES, calendar=("weekday",),
+        alias="champion", **options,
+    )  # fmt: skip
     assert "no future of 'promo', 'kind' is given" in capsys.readouterr().err
     assert result.leaderboard[0]["model"] == "tethys"
     assert job.backtest(str(past), origins=2, output=tmp_path / "bt", **options).origins == 2
@@ -284,7 +285,7 @@ def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.Data
     assert written.rows == SERIES * HORIZON
 
     mlflow.set_tracking_uri(store)
-    served = mlflow.pyfunc.load_model("models:/sales@challenger")
+    served = mlflow.pyfunc.load_model("models:/sales@champion")
     rows = pl.concat([head(frame, 600), ahead.with_columns(y=pl.lit(None, pl.Float64))], how="diagonal")
     asked = rows.with_columns(pl.col("ds").dt.strftime("%Y-%m-%dT%H:%M:%SZ")).select(served.metadata.get_input_schema().input_names())
     answer = served.predict(asked.to_pandas(), params={"h": 3})

@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
@@ -18,6 +20,7 @@ from pipelines.streaming import inspect
 from pipelines.streaming.worker import StreamSummary, run
 
 ROOT = Path(__file__).parents[2]
+POINTS: list[tuple[int, dict[str, float]]] = []
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +39,13 @@ def registered(fitted: TitansForecaster, tmp_path: Path, monkeypatch: pytest.Mon
         config = json.loads((tmp_path / "model/config.json").read_text())
         return tracking.RegisteredForecaster(name, 3, (version,), "run", tmp_path / "model/weights.safetensors", config)
 
+    @contextmanager
+    def live_run(uri, name, *, params):
+        yield SimpleNamespace(log=lambda metrics, step: POINTS.append((step, metrics)))
+
     monkeypatch.setattr(tracking, "load_model", load_model)
+    monkeypatch.setattr(tracking, "LiveRun", live_run)
+    POINTS.clear()
     return tmp_path
 
 
@@ -71,6 +80,7 @@ def test_looking_in(registered: Path) -> None:
     checkpoint = registered / "a/c.db"
     listing = inspect.streams(checkpoint)
     assert [row["unique_id"] for row in listing.leaderboard] == ["site-0", "site-1"]
+    assert [step for step, _ in POINTS] == [144] and POINTS[0][1]["streams"] == 2
     assert listing.leaderboard[0]["last"] == "2024-01-03T23:00:00Z" and listing.counters["received"] == 144
     shown = inspect.show(checkpoint, "site-1")
     assert shown["waiting_events"] == [] and "model.centre" in shown["memory"]
