@@ -1144,7 +1144,7 @@ def variants(source: Source, genome: Genome, window: int, bad: Callable[..., Non
                 continue
             fields = line.split("\t")
             record += 1
-            if len(fields) < 5 or not fields[1].isdigit():
+            if len(fields) < 5 or not fields[1].isdigit() or not fields[3] or not fields[4]:
                 reason = f"no variant in '{line[:80]}' (CHROM POS ID REF ALT)"
                 if bad is None:
                     raise SequenceError(stream.name, reason, line=number, last_good=last)

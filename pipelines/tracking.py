@@ -488,7 +488,7 @@ def register_classifier(
     mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
     client = run.store.client
     version = mlflow.register_model(f"models:/{info.model_id}", name, tags={"classes": ",".join(config["classes"])})
-    client.update_model_version(name, version.version, description=card[:5000])  # a column of the registry holds no more
+    client.update_model_version(name, version.version, description=card[:_DESCRIPTION_CHARACTERS])
     if alias is not None:
         client.set_registered_model_alias(name, alias, version.version)
     return int(version.version)

@@ -334,7 +334,15 @@ def ray_cluster(workers: int | None = None) -> None:
     if address is not None:
         ray.init(address, log_to_driver=False)
         return
-    ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    for last in (False, False, True):
+        try:
+            ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+            return
+        except Exception as error:
+            # Ray gives its own parts half a minute to start, which a machine that is busy with other work may not.
+            if last or "timed out" not in str(error):
+                raise
+            ray.shutdown()
 
 
 def continue_grid(stamp: Any, frequency: str, steps: int) -> NDArray[Any]:

@@ -179,7 +179,7 @@ class MacState:
 
     memory: MemoryState
     anchor: Memory
-    reading: Tensor  # convolution tail of the retrieval queries (B, conv - 1, 3 D)
+    reading: Tensor  # convolution tail of the retrieval queries (B, conv - 1, D)
     context: KeyValues  # keys and values of what was retrieved for each token of the open segment (B, H, N, d)
     segment: KeyValues  # keys and values of those tokens themselves (B, H, N, d)
     place: Tensor  # tokens in the open segment (B,)
@@ -209,39 +209,51 @@ class Mac(nn.Module):
             return attention.empty_past(batch, self.heads, self.length, width, self.persistent)
 
         place = torch.zeros(batch, dtype=torch.long, device=self.persistent.device)
-        return MacState(memory, memory.memory, memory.conv.clone(), open_segment(), open_segment(), place)
+        return MacState(memory, memory.memory, memory.conv[..., : self.persistent.shape[1]].clone(), open_segment(), open_segment(), place)
 
     def forward(self, x: Tensor, state: MacState) -> tuple[Tensor, MacState]:
-        places = state.place.unique()
+        places = state.place.unique() if len(x) > 1 else state.place
         if len(places) > 1:  # streams at different places of their segments: those in step go together
             return _in_step(self, x, state, state.place)
-        place, outputs, start = int(places[0]), [], 0
-        while start < x.shape[1]:
-            stop = min(start + self.length - place, x.shape[1])
-            y, state = self._within(x[:, start:stop], state, place)
+        place, outputs, start, length = int(places[0]), [], 0, x.shape[1]
+        # Queries, keys and values of all tokens, and of the persistent ones, at once; those of what is retrieved come segment by segment.
+        position = ((place + torch.arange(length, device=x.device)) % self.length).expand(len(x), -1)
+        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
+        q, k = attention.rope(torch.cat((q, k), dim=1), position).chunk(2, dim=1)
+        fixed = self._keys_and_values(self.persistent.expand(len(x), -1, -1))
+        while start < length:
+            stop = min(start + self.length - place, length)
+            own = (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
+            y, state = self._within(x[:, start:stop], own, position[:, start:stop], fixed, state, place)
             outputs.append(y)
             place, start = (place + stop - start) % self.length, stop
-        return torch.cat(outputs, dim=1), state
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
 
-    def _within(self, x: Tensor, state: MacState, place: int) -> tuple[Tensor, MacState]:
-        """Tokens that all lie in the open segment, the first at `place`."""
-        batch, length = x.shape[:2]
+    def _keys_and_values(self, x: Tensor) -> KeyValues:
+        """(B, T, D) -> keys without positions and values (B, H, T, d)."""
+        keys, values = F.linear(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
+        return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
+
+    def _within(
+        self, x: Tensor, own: tuple[Tensor, Tensor, Tensor], position: Tensor, fixed: KeyValues, state: MacState, place: int
+    ) -> tuple[Tensor, MacState]:
+        """Tokens that all lie in the open segment, the first at `place`; own: their queries, keys and values (B, H, T, d)."""
+        (q, k, v), length = own, x.shape[1]
         end = place + length
         retrieved, reading = self.memory.read(x, state.anchor, state.reading)
-        position = torch.arange(place, end, device=x.device).expand(batch, -1)
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        _, k_read, v_read = (split_heads(part, self.heads) for part in self.qkv(retrieved).chunk(3, dim=-1))
-        q, k, k_read = (attention.rope(part, position) for part in (q, k, k_read))
-        context = _fill(state.context, k_read, v_read, place)
-        segment = _fill(state.segment, k, v, place)
-        _, k_fixed, v_fixed = (split_heads(part, self.heads) for part in self.qkv(self.persistent[None]).chunk(3, dim=-1))
-        fixed = k_fixed.shape[2]
-        keys = torch.cat((k_fixed.expand(batch, -1, -1, -1), context.keys[:, :, :end], segment.keys[:, :, :end]), dim=2)
-        values = torch.cat(
-            (v_fixed.expand(batch, -1, -1, -1), context.values[:, :, :end], segment.values[:, :, :end]), dim=2
-        )
-        causal = attention.causal_offsets(length, place, end, x.device)
-        mask = torch.cat((causal.new_ones(length, fixed), causal, causal), dim=1)
+        k_read, v_read = self._keys_and_values(retrieved)
+        k_read = attention.rope(k_read, position)
+        context, segment = state.context, state.segment
+        if length < self.length:  # a whole segment at once leaves nothing to remember: the next one begins at slot 0
+            context, segment = _fill(context, k_read, v_read, place), _fill(segment, k, v, place)
+            k_read, v_read = context.keys[:, :, :end], context.values[:, :, :end]
+            k, v = segment.keys[:, :, :end], segment.values[:, :, :end]
+        keys = torch.cat((fixed.keys, k_read, k), dim=2)
+        values = torch.cat((fixed.values, v_read, v), dim=2)
+        mask = None  # one token sees all that is there
+        if length > 1:
+            causal = attention.causal_offsets(length, place, end, x.device)
+            mask = torch.cat((causal.new_ones(length, fixed.keys.shape[2]), causal, causal), dim=1)
         y = self.out(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2))
         m, memory = self.memory(y, state.memory)
         o = self.attention_norm(y) * torch.sigmoid(self.memory_norm(m))
@@ -253,11 +265,10 @@ class Mac(nn.Module):
 
 def _fill(cache: KeyValues, keys: Tensor, values: Tensor, place: int) -> KeyValues:
     """A cache with new entries from `place` on; later slots keep whatever they hold, the mask hides them."""
-    end = place + keys.shape[2]
-    return KeyValues(
-        torch.cat((cache.keys[:, :, :place], keys, cache.keys[:, :, end:]), dim=2),
-        torch.cat((cache.values[:, :, :place], values, cache.values[:, :, end:]), dim=2),
-    )
+    filled = KeyValues(cache.keys.clone(), cache.values.clone())
+    for held, new in zip(filled, (keys, values), strict=True):
+        held[:, :, place : place + new.shape[2]] = new
+    return filled
 
 
 def _in_step(mixer: nn.Module, x: Tensor, state: Any, place: Tensor) -> tuple[Tensor, Any]:

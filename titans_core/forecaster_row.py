@@ -66,3 +66,14 @@ class ForecasterRow:
         return streams.forecaster_row(
             tensors, self._rates, self._strides, self._reads, rows, quietest, slots, y, observed, which, now, ahead
         )
+
+    def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> None:
+        """Write T rows of all N streams of `state`, which is changed. Shapes as of `Forecaster.observe`: y, observed (N, T), phase (N, T, G).
+
+        For short histories, where the chunks of the pure form cost more to set up than the rows to write.
+        """
+        every = torch.arange(len(y))
+        values, seen, times = y.T.contiguous(), observed.T.contiguous(), phase.transpose(0, 1).contiguous()
+        ahead = times[-1].unsqueeze(1).expand(-1, self.forecaster.config.horizon, -1).contiguous()  # what would be read is not looked at
+        for row, was_seen, now in zip(values, seen, times, strict=True):
+            self.move(state, every, row, was_seen, every, now, ahead)

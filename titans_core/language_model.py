@@ -250,10 +250,10 @@ def memory_mode(model: nn.Module, mode: MemoryMode) -> Iterator[None]:
             elif isinstance(module, KernelMemory):
                 put(module.qkv.weight[2 * module.config.dim :], 0.0)  # values, and with them the rows
             else:
-                third = module.config.heads * module.layers
-                for gate in (0, 2):  # forgetting and the step; sigmoid(-1000) is 0
-                    put(module.gates.weight[gate * third : (gate + 1) * third], 0.0)
-                    put(module.gates.bias[gate * third : (gate + 1) * third], -1000.0)
+                heads = module.config.heads
+                for rows in (slice(heads * module.forgets), slice(-heads * module.layers, None)):  # forgetting and the step
+                    put(module.gates.weight[rows], 0.0)
+                    put(module.gates.bias[rows], -1000.0)  # whose sigmoid is 0
     try:
         yield
     finally:
@@ -276,9 +276,12 @@ def gate_statistics(model: LanguageModel) -> Iterator[dict[str, float]]:
     def note(name: str, number: Tensor) -> None:
         sums.setdefault(name, []).append(float(number))
 
-    def memory_gates(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            for which, part in zip(("forget", "momentum", "step"), output.detach().float().sigmoid().chunk(3, dim=-1), strict=True):
+    def memory_gates(name: str, memory: NeuralMemory) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            x = inputs[0].detach()
+            opened = torch.sigmoid(F.linear(x, memory.gates.weight, memory.gates.bias).detach().float())
+            sizes = [memory.config.heads * each for each in (memory.forgets, memory.layers, memory.layers)]
+            for which, part in zip(("forget", "momentum", "step"), opened.split(sizes, dim=-1), strict=True):
                 note(f"{name}.{which}", part.mean())
 
         return hook
@@ -295,7 +298,8 @@ def gate_statistics(model: LanguageModel) -> Iterator[dict[str, float]]:
     for index, block in enumerate(model.backbone.blocks):
         for _, module in block.named_modules():
             if isinstance(module, NeuralMemory):
-                hooks.append(module.gates.register_forward_hook(memory_gates(f"block.{index}")))
+                # Of the memory, not of its gates: where the whole layer is one native call, the gates are not called.
+                hooks.append(module.register_forward_hook(memory_gates(f"block.{index}", module)))
         mixer = cast(Any, block).mixer
         if hasattr(mixer, "memory_norm"):
             hooks.append(mixer.memory_norm.register_forward_hook(branch(f"block.{index}")))

@@ -127,11 +127,11 @@ class NeuralMemory(nn.Module):
             self.coefficients = nn.Parameter(taylor_coefficients(config.degree).repeat(heads, 1))
         self.layers = len(shapes)
         self.forgets = width if config.forget == "channel" else self.layers  # alphas a head
-        counts = torch.tensor([heads * self.forgets, heads * self.layers, heads * self.layers])
-        self.gates = nn.Linear(dim, int(counts.sum()))
+        counts = [heads * self.forgets, heads * self.layers, heads * self.layers]
+        self.gates = nn.Linear(dim, sum(counts))
         nn.init.zeros_(self.gates.weight)
         with torch.no_grad():  # alpha 0.02, eta 0.5, sigmoid of theta 0.5
-            self.gates.bias.copy_(torch.tensor([math.log(0.02 / 0.98), 0.0, 0.0]).repeat_interleave(counts))
+            self.gates.bias.copy_(torch.cat([torch.full((n,), x) for n, x in zip(counts, (math.log(0.02 / 0.98), 0.0, 0.0), strict=True)]))
         if config.window > 1:
             self.lags = _lags(config)
         self.gate = nn.Linear(dim, dim, bias=False)
@@ -300,10 +300,12 @@ class NeuralMemory(nn.Module):
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
         """Read without a write: queries of x (B, T, D) against one fixed memory.
 
-        tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, 3 D).
+        tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, D): queries alone are made.
         """
-        mixed, tail = self.conv(self.qkv(x), tail)
-        rows = unit(split_heads(F.silu(mixed).chunk(3, dim=-1)[0], self.config.heads)) * self.length
+        dim = self.config.dim
+        u = F.linear(x, self.qkv.weight[:dim])
+        mixed, tail = convolve(u, tail, self.conv.weight[:, :dim]), next_tail(u, tail)
+        rows = unit(split_heads(F.silu(mixed), self.config.heads)) * self.length
         q = self._features(rows)
         if isinstance(memory, DeepState | AtlasState):
             y = output(memory.W, q, self.network)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from titans_core.forecaster import ROWS_AT_ONCE, Forecaster, ForecasterConfig, ForecasterState, Known, Past, PhaseMemory
 from titans_core.patches import PatchMemory, PatchRows, fit_patches
-from titans_core.state import map_state
+from titans_core.state import map_state, select
 
 ORIGINS_AT_ONCE = 512  # origins whose features are made in one batch
 
@@ -396,6 +396,8 @@ def fit_line(model: Forecaster, train: Windows, valid: Windows) -> Line:
 # Effect and line are solved in turns; on made series with promotions the effect moves by less than 1 % after the third.
 EFFECT_TURNS = 4
 EFFECT_NUMBERS = 40_000_000  # features held at a time while the effect is solved
+# Each covariate is replayed like a series of its own; one number for each is well known from so many series and rows.
+EFFECT_SERIES, EFFECT_ROWS = 256, 10_000
 
 
 @torch.no_grad()
@@ -407,7 +409,11 @@ def fit_effect(model: Forecaster, state: ForecasterState, rows: Rows, origins: T
     (n,): row counts whose horizon lies inside them.
     """
     c = model.config
-    assert c.covariates is not None
+    assert c.covariates is not None and rows.covariates is not None
+    which = torch.linspace(0, len(rows.y) - 1, min(len(rows.y), EFFECT_SERIES)).round().long()
+    cut = max(0, rows.y.shape[1] - EFFECT_ROWS)
+    rows = Rows(rows.y[which, cut:], rows.observed[which, cut:], rows.phase[which, cut:], rows.covariates[which, cut:])
+    state, origins = select(state, which), origins[origins - cut >= c.look_back] - cut
     count, own = c.covariates.future, [*range(c.own_features), c.features - 2, c.features - 1]
     most = max(1, EFFECT_NUMBERS // (len(rows.y) * (len(own) + c.horizon) * (count + 1)))
     some = origins[torch.linspace(0, len(origins) - 1, min(most, len(origins))).round().long()]

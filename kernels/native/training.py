@@ -6,7 +6,9 @@ in one autograd node; around them stand the projections, whose gradients accumul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from kernels.heads import next_tail
 from kernels.linear import READS, MatrixState
 from kernels.mlp import DeepState
-from kernels.native import Form, _ConvHeads, _Deep, _GatedNorm, _half, _Linear, _ops, _wants_grad, deep, linear_exact
+from kernels.native import Form, _ConvHeads, _Deep, _GatedNorm, _half, _Linear, _ops, _rows, _wants_grad, deep, linear_exact
 
 
 def layer(
@@ -48,6 +50,17 @@ class _Stage:
     def save_for_backward(self, *tensors: Tensor) -> None:
         self.saved_tensors = tensors
 
+    def give_up(self) -> tuple[Tensor, ...]:
+        """What the function saved, for the larger one to save; only its number is kept here."""
+        tensors, self.saved_tensors, self.count = self.saved_tensors, (), len(self.saved_tensors)
+        return tensors
+
+    def given_back(self, tensors: Iterator[Tensor]) -> _Stage:
+        """A copy of this stage that holds its tensors again, the next of `tensors`."""
+        stage = copy.copy(self)
+        stage.saved_tensors = tuple(itertools.islice(tensors, self.count))
+        return stage
+
     def forward(self, *inputs: Any) -> Any:
         return self.function.forward(self, *inputs)
 
@@ -76,7 +89,7 @@ class _Layer(torch.autograd.Function):
         bias: Tensor, conv: Tensor, norm: Tensor, out: Tensor, init1: Tensor | None, init2: Tensor | None, *state: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         (B, T, D), half = x.shape, _half(form.precision)
-        rows = x.reshape(B * T, D)
+        rows = _rows(x.reshape(B * T, D))
         u, g, z = (_product(rows, w, x.new_empty(B * T, len(w)), half, tb=True).view(B, T, -1) for w in (qkv, gate, gates))
         open_ = z.add_(bias).sigmoid_().view(B, T, 3, form.heads, -1)
         alpha, eta, theta = open_.permute(2, 0, 3, 1, 4) if phase is not None else open_.squeeze(-1).permute(2, 0, 3, 1)
@@ -109,20 +122,21 @@ class _Layer(torch.autograd.Function):
         o = normed.forward(y, g, norm.contiguous())
         result = _product(o.view(B * T, D), out, x.new_empty(B * T, D), half, tb=True).view(B, T, D)
         if keep:
-            ctx.save_for_backward(x, qkv, gate, gates, out, towards)
             ctx.form, ctx.deep, ctx.stages = form, phase is not None, (convolved, remembered, normed)
-            ctx.open_, ctx.o = open_, o
+            # all that is kept goes through autograd, which then frees it with the graph and sees it changed in place
+            ctx.save_for_backward(x, qkv, gate, gates, out, towards, open_, o, *(t for stage in ctx.stages for t in stage.give_up()))
         return result, next_tail(u, tail), *new
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dresult: Tensor, dnext: Tensor, *dstate: Any) -> tuple[Tensor | None, ...]:
-        x, qkv, gate, gates, out, towards = ctx.saved_tensors
-        form, (convolved, remembered, normed) = ctx.form, ctx.stages
+        x, qkv, gate, gates, out, towards, open_, o, *rest = ctx.saved_tensors
+        form, kept = ctx.form, iter(rest)
+        convolved, remembered, normed = (stage.given_back(kept) for stage in ctx.stages)
         (B, T, D), half = x.shape, _half(form.precision)
-        rows, up = x.reshape(B * T, D), dresult.reshape(B * T, D)
+        rows, up = _rows(x.reshape(B * T, D)), _rows(dresult.reshape(B * T, D))
         do = _product(up, out, x.new_empty(B * T, D), half)
-        dout = _product(up, ctx.o.view(B * T, D), torch.empty_like(out), half, ta=True)
+        dout = _product(up, o.view(B * T, D), torch.empty_like(out), half, ta=True)
         dy, dg, dnorm = normed.backward(do.view(B, T, D))
         if ctx.deep:
             _, _, _, dq, dk, dv, *dgiven, dinit1, dinit2, _, _, dW1, dW2, dS1, dS2, dA1, dA2 = remembered.backward(dy, *dstate)
@@ -144,7 +158,7 @@ class _Layer(torch.autograd.Function):
             own = min(behind, T)
             du[:, T - own :] += dnext[:, behind - own :]
             dtail[:, T:] += dnext[:, : behind - own]
-        dz = _gates_backward(ctx.open_, dgiven, form)
+        dz = _gates_backward(open_, dgiven, form)
         du, dg, dz = (d.view(B * T, -1) for d in (du, dg, dz))
         dx = torch.empty_like(rows)
         for d, w, mode in ((du, qkv, SET), (dg, gate, ADD), (dz, gates, ADD)):

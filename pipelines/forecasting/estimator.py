@@ -254,8 +254,9 @@ class TitansForecaster(BaseEstimator):
                     beside = np.concatenate([np.zeros((gap, beside.shape[1]), np.float32), beside])
             one: Any = select(state, [at])
             with torch.inference_mode():
-                slots = torch.from_numpy(self._slots(phase, ds, beside))[None]
-                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], slots)
+                calendar = self._slots(phase, ds)
+                slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=1)
+                one = self.memory_.observe(one, torch.tensor(y)[None], torch.tensor(seen)[None], torch.from_numpy(slots)[None])
             state = replace(state, [at], one)
             last_ds[at] = ds[-1]
         self.state_, self.ids_, self.last_ds_, self.static_ = state, tuple(ids), np.array(last_ds), np.array(static)
@@ -437,14 +438,9 @@ class TitansForecaster(BaseEstimator):
             return start
         return initial_memory(model, start, rows.first(border))
 
-    def _slots(
-        self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any], beside: NDArray[np.float32], known: NDArray[Any] | None = None
-    ) -> NDArray[Any]:
-        """(T, F) slots, where they are not `known`, and covariates of rows; with an outcome memory (T + H, F), the horizon after the last
-        row too."""
-        if self.outcome_ is None:
-            return np.concatenate([phase(ds) if known is None else known, beside], axis=1)
-        return phase(np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
+    def _slots(self, phase: Callable[[NDArray[Any]], NDArray[Any]], ds: NDArray[Any]) -> NDArray[Any]:
+        """(T, G) slots of rows; with an outcome memory (T + H, G), those of the horizon after the last row too."""
+        return phase(ds if self.outcome_ is None else np.concatenate([ds, continue_grid(ds[-1], self.frequency_, self.horizon)]))
 
     def _read(self, model: Forecaster | Learner, table: Panel) -> tuple[ForecasterState | LearnerState, NDArray[Any], NDArray[np.float32]]:
         """Fresh memories that have read every series from its first row to its last; the stamps of the last rows; static covariates."""
@@ -462,8 +458,9 @@ class TitansForecaster(BaseEstimator):
                         np.stack([a[table.rows(int(i))] for i in some]) for a in (table.y, table.observed, table.ds, given)
                     )
                     # Most series of a table stand at the same stamps: their calendar is worked out once.
-                    same = phase(ds[0]) if self.outcome_ is None and (ds == ds[0]).all() else None
-                    slots = np.stack([self._slots(phase, row, its, same) for row, its in zip(ds, beside, strict=True)])
+                    alike = (ds == ds[0]).all()
+                    calendar = self._slots(phase, ds[0])[None].repeat(len(ds), 0) if alike else np.stack([self._slots(phase, row) for row in ds])
+                    slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=2)
                     state: Any = model.initial_state(len(some))
                     parts.append(
                         model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))

@@ -44,12 +44,16 @@ def load_language_model(path: Path) -> tuple[DnaModel, ContextCounts]:
 def answer(model: Classifier, sequences: Sequence[str]) -> pl.DataFrame:
     """One row a sequence: length, prediction, prob_CLASS for every class in the model's order.
 
-    The prediction is the most probable class; of a multi-label model, all classes from one half on, joined by ";".
+    The prediction is the most probable class; of a multi-label model, all classes from one half on, joined by ";". A sequence of no
+    base has no answer: its prediction and probabilities are null.
     """
     probabilities = predict(model, fit_length(sequences, model.config.length).codes)
     columns: dict[str, Any] = {"length": [len(sequence) for sequence in sequences], "prediction": named(model, probabilities)}
     columns |= {f"prob_{name}": probabilities[:, i] for i, name in enumerate(model.config.classes)}
-    return pl.DataFrame(columns, schema_overrides={"length": pl.Int64, "prediction": pl.String})
+    frame = pl.DataFrame(columns, schema_overrides={"length": pl.Int64, "prediction": pl.String})
+    if all(sequences):
+        return frame
+    return frame.with_columns(pl.when(pl.col("length") > 0).then(pl.all().exclude("length")))
 
 
 def named(model: Classifier, probabilities: NDArray[np.float64]) -> list[str]:

@@ -206,11 +206,14 @@ def score_variants_command(
     network = load_classifier(weights_of(model_at(model), tracking_uri)[0])
     status: Counter[str] = Counter()
     part = output.with_name("." + output.name)
-    with open(part, "w") as file:
-        for frame in score_variants(network, vcf, genome):
-            frame.write_csv(file, separator="\t", include_header=not status)
-            status.update(frame["status"].to_list())
-    part.replace(output)
+    try:
+        with open(part, "w") as file:
+            for frame in score_variants(network, vcf, genome):
+                frame.write_csv(file, separator="\t", include_header=not status)
+                status.update(frame["status"].to_list())
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
     print(", ".join(f"{name} {count}" for name, count in status.items()) or "no allele")
     if set(status) != {"ok"}:
         raise typer.Exit(3)

@@ -134,6 +134,11 @@ def train_and_report(
 
     Raises UserError where the audit refuses and accept_leaks is not set. Dev rows that train holds are left out.
     """
+    for name, rows in (("train", train), ("dev", dev), ("test", test)):
+        if not len(rows):
+            raise UserError(f"there are no {name} rows: {'too few to hold a tenth of them out; ' if name == 'dev' else ''}bring some (--{name})")
+    if len(set(train.labels)) < 2:
+        raise UserError(f"a classifier needs at least two classes, the train rows have {sorted(set(train.labels))}")
     found = audit({"train": train, "dev": dev, "test": test})
     if found.verdict == "refuse" and not accept_leaks:
         raise UserError(f"the data give their answers away; fix the splits or accept it (--accept-leaks)\n{found.text()}")

@@ -130,7 +130,7 @@ def work(
         sinks["dead_letters"].write(dead_letter_frame(batch.dead))
         counters["reads"] += len(batch.records)
         counters["dead"] += len(batch.dead)
-        for said in rows["prediction"]:
+        for said in rows["prediction"].drop_nulls():
             counters.update(f"class {each}" for each in (said.split(AND) if model.config.task == "multi" else (said,)) if each)
         receipts = {key: sink.flush() for key, sink in sinks.items()}
         store.commit(number, learnt=b"", receipts=receipts, counters=counters, snapshots={}, keep_from=number + 1)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
+import polars as pl
 import torch
 
 from connectors.checkpoints import CheckpointStore
@@ -367,24 +368,18 @@ class Live:
         frame = outcome.forecasts
         if frame.height == 0:
             return {}, []
-        levels = self.model.quantiles
-        names = frame["unique_id"].to_list()
-        origins, ahead = frame["origin"].to_physical().to_numpy(), frame["ds"].to_numpy().astype(np.int64)
-        low, high = (frame[c].to_numpy() for c in ("low", "high"))
-        quantiles = np.stack([frame[f"q{q:g}"].to_numpy() for q in levels], axis=-1)
+        each = self._forecasts(frame)
         surprise, anomaly = (frame[c].to_list() for c in ("surprise", "anomaly"))
         alarms: dict[tuple[str, int], list[str]] = {}
         for name, ds, cause in zip(outcome.alarms["unique_id"], outcome.alarms["ds"].to_physical(), outcome.alarms["cause"], strict=True):
             alarms.setdefault((name, ds), []).append(cause)
         learnt = outcome.learnt
         values = dict(zip(zip(learnt.unique_id, learnt.ds.tolist(), strict=True), learnt.y.tolist(), strict=True))
-        norm = self._norms(names)
-        forecasts: dict[str, Forecast] = {}
+        norm = self._norms(one.unique_id for one in each)
         rows = []
-        middle = len(levels) // 2
-        for i, name in enumerate(names):
-            ds = int(origins[i])
-            forecasts[name] = Forecast(name, ds, ahead[i], quantiles[i], low[i], high[i], self.model.version)
+        middle = len(self.model.quantiles) // 2
+        for i, one in enumerate(each):
+            name, ds = one.unique_id, one.origin
             y = values[name, ds]
             rows.append(
                 HistoryRow(
@@ -396,13 +391,21 @@ class Live:
                     norm=norm[name],
                     alarms=",".join(alarms.get((name, ds), ())) or None,
                     model=self.model.version,
-                    next_ds=int(ahead[i, 0]),
-                    next_low=float(low[i, 0]),
-                    next_mid=float(quantiles[i, 0, middle]),
-                    next_high=float(high[i, 0]),
+                    next_ds=int(one.ds[0]),
+                    next_low=float(one.low[0]),
+                    next_mid=float(one.quantiles[0, middle]),
+                    next_high=float(one.high[0]),
                 )
             )
-        return forecasts, rows
+        return {one.unique_id: one for one in each}, rows
+
+    def _forecasts(self, frame: pl.DataFrame) -> list[Forecast]:
+        """A value for each row of forecasts as the engine gives them."""
+        origins, ahead = frame["origin"].to_physical().to_list(), frame["ds"].to_numpy().astype(np.int64)
+        low, high = (frame[c].to_numpy() for c in ("low", "high"))
+        quantiles = np.stack([frame[f"q{q:g}"].to_numpy() for q in self.model.quantiles], axis=-1)
+        parts = zip(frame["unique_id"], origins, ahead, quantiles, low, high, strict=True)
+        return [Forecast(name, origin, ds, q, below, above, self.model.version) for name, origin, ds, q, below, above in parts]
 
     def _norms(self, names: Iterable[str]) -> dict[str, float]:
         """The size of each stream's memory: the root of the sum of squares of the numbers that were written into it."""
@@ -429,14 +432,9 @@ class Live:
         held = self.latest.get(name)
         if held is not None:
             return held
-        clock, state = self._one(name)
-        if clock.last is None:
+        if self._one(name)[0].last is None:
             raise Unknown(f"the stream '{name}' has learnt no row yet")
-        ahead = self._policy.frequency.after(np.array([clock.last]), self.model.horizon)
-        forecast = self.model.memory.forecast(state.model, torch.from_numpy(self.model.phase(ahead.reshape(-1))).unflatten(0, ahead.shape))
-        low, high = self.engine.monitors.interval(state.monitors, forecast)
-        quantiles, below, above = (part[0].double().numpy() for part in (forecast, low, high))
-        self.latest[name] = found = Forecast(name, clock.last, ahead[0], quantiles, below, above, self.model.version)
+        self.latest[name] = found = self._forecasts(self.engine.ask([name], self._batch))[0]
         return found
 
     def _export(self, name: str) -> bytes:

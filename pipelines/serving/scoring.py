@@ -22,11 +22,14 @@ from pipelines.forecasting.calendar import phases
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.job import forecast_frame
 from pipelines.streaming.event_time import Frequency
+from titans_core import forecaster_row
 from titans_core.state import select, stack
 
 # Rows of one request, and of one pass over many requests.
 MOST_ROWS = 100_000
 PASS_ROWS = 1 << 17
+# Up to so many rows the memories are written row by row in place, beyond it in chunks.
+SHORT_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Scorer:
         self.horizon, self.levels = config.horizon, config.quantiles
         self._frequency = Frequency.parse(model.frequency_)
         self._phase = phases(model.frequency_, config.seasons, model.zone)
+        if config.covariates is not None:
+            raise UserError("this model wants covariates, which the service does not take: tethys stream --covariates does")
+        self._memory: Any = model.memory_
+        alone = self._memory is model.forecaster_ and not forecaster_row.unsupported(model.forecaster_)
+        self._row = forecaster_row.ForecasterRow(model.forecaster_) if alone else None
         self._queue: deque[_Waiting] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -155,8 +163,16 @@ class Scorer:
             for one, answer in zip(alive, answers, strict=True):
                 one.future.set_result(answer)
 
+    def _read(self, y: torch.Tensor, seen: torch.Tensor, phase: torch.Tensor) -> Any:
+        """Fresh memories that have read the rows y (n, T)."""
+        state = self._memory.initial_state(len(y))
+        if self._row is None or y.shape[1] > SHORT_ROWS:
+            return self._memory.observe(state, y, seen, phase)
+        self._row.observe(state, y, seen, phase)
+        return state
+
     def _pass(self, asked: Sequence[_Waiting]) -> list[dict[str, list[Any]]]:
-        model, every = self.model.forecaster_, [series for one in asked for series in one.series]
+        every = [series for one in asked for series in one.series]
         lengths = np.array([len(series.y) for series in every])
         parts, order = [], []
         with torch.inference_mode():
@@ -165,13 +181,13 @@ class Scorer:
                 y = np.stack([every[i].y for i in which])
                 ds = np.stack([every[i].ds for i in which])
                 phase = torch.from_numpy(self._phase(ds.reshape(-1))).unflatten(0, ds.shape)
-                seen = torch.from_numpy(~np.isnan(y))
-                parts.append(model.observe(model.initial_state(len(which)), torch.from_numpy(y), seen, phase))
+                seen = ~np.isnan(y)
+                parts.append(self._read(torch.from_numpy(np.where(seen, y, 0.0)), torch.from_numpy(seen), phase))
                 order.append(which)
             state = select(stack(parts), torch.from_numpy(np.argsort(np.concatenate(order))))
             ahead = self._frequency.after(np.array([series.ds[-1] for series in every]), self.horizon)
             future = torch.from_numpy(self._phase(ahead.reshape(-1))).unflatten(0, ahead.shape)
-            mean, quantiles = model.expected(state, future).numpy(), model.forecast(state, future).numpy()
+            mean, quantiles = self._memory.expected(state, future).numpy(), self._memory.forecast(state, future).numpy()
         out, at = [], 0
         for one in asked:
             mine = slice(at, at + len(one.series))

@@ -431,6 +431,9 @@ def test_bad_lines_of_intervals_and_variants_are_skipped_on_request(tmp_path):
     assert [record.id for record in reader] == ["1:3:C>T", "1:4:C>T"]
     with pytest.raises(SequenceError, match="line 3: no variant"):
         list(variants(vcf, Genome(genome), 4))
+    for line in ("1\t3\ta\t\tT", "1\t3\ta\tC\t", "1\t3\ta\tC"):  # no REF, no ALT, a field too few
+        with pytest.raises(SequenceError, match="line 1: no variant"):
+            list(variants(io.BytesIO(f"{line}\n".encode()), Genome(genome), 4))
 
 
 def test_wrapped_reads_do_not_pile_up(tmp_path):

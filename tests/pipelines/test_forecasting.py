@@ -174,6 +174,7 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
         model_name="load",
         output=tmp_path / "out",
         epochs=2,
+        alias="champion",
     )
     names = {row["model"] for row in result.leaderboard}
     assert names == {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried"}

@@ -98,6 +98,15 @@ def test_a_folder_in_genomic_benchmarks_layout_is_trained_with_its_shortcut_besi
     assert "length alone scores accuracy 1.000" in cut.card("regulatory", {"train": 216, "dev": 24, "test": 80})
 
 
+def test_splits_without_rows_or_with_one_class_are_named():
+    rows, none = planted(40, 1), Labelled([], [], [])
+    with pytest.raises(UserError, match="there are no dev rows: too few"):
+        train_and_report(rows, none, rows)
+    one = rows.take([i for i, label in enumerate(rows.labels) if label == "bound"])
+    with pytest.raises(UserError, match=r"at least two classes, the train rows have \['bound'\]"):
+        train_and_report(one, rows, rows)
+
+
 def test_metrics_by_hand():
     target = [0, 0, 1, 1]
     probabilities = np.array([[0.9, 0.1], [0.4, 0.6], [0.2, 0.8], [0.3, 0.7]])

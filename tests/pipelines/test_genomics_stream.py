@@ -64,6 +64,16 @@ def test_rows_come_in_order_with_dead_letters_beside(tmp_path, model):
     assert [each["offset"] for each in map(json.loads, open(tmp_path / "whole.dead_letters.ndjson"))] == [24, 164]
 
 
+def test_a_read_of_no_base_has_a_row_and_no_answer(tmp_path, model):
+    (tmp_path / "r.fq").write_text("@a\nACGT\n+\nIIII\n@b\n\n+\n\n@c\nGGG\n+\nIII\n")
+    summary = once(tmp_path, model, "x")
+    rows = pl.read_ndjson(tmp_path / "x.output.ndjson")
+    assert rows["id"].to_list() == ["a", "b", "c"]
+    for name in ("prediction", "prob_a", "prob_b"):
+        assert rows[name].is_null().to_list() == [False, True, False]
+    assert (summary.reads, sum(summary.classes.values())) == (3, 2)
+
+
 @pytest.mark.parametrize("where", ["classify", "write", "flush", "commit"])
 def test_wherever_it_dies_each_read_is_answered_once(tmp_path, model, monkeypatch, where):
     write(tmp_path / "r.fq", 90, bad=(5, 40))

@@ -222,3 +222,24 @@ def test_no_table_and_no_such_executor():
         read_panel([])
     with pytest.raises(UserError, match="unknown executor 'spark'"):
         read_panel(["x.csv"], executor="spark")
+
+
+def test_a_cluster_that_is_slow_to_start_is_started_again(monkeypatch):
+    import ray
+
+    tries = []
+
+    def init(**options):
+        tries.append(options["num_cpus"])
+        if len(tries) < 2:
+            raise Exception("The current node timed out during startup.")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    ray_cluster(2)
+    assert tries == [2, 2]
+    monkeypatch.setattr(ray, "init", lambda **options: (_ for _ in ()).throw(ValueError("no such option")))
+    with pytest.raises(ValueError, match="no such option"):
+        ray_cluster(2)

@@ -87,3 +87,22 @@ def test_the_whole_layer_and_its_gradients(
         found.append([*results, inputs.grad, *(p.grad for p in model.parameters())])
     worst = max(float((b.double() - a).detach().norm() / a.detach().norm()) for a, b in zip(*found, strict=True))
     assert worst < tolerance and (precision == "float32" or worst > 1e-4)
+
+
+@pytest.mark.skipif(not native.status().available, reason=native.status().reason)
+@pytest.mark.parametrize("rule", ["exact", "deep"])
+def test_gradients_and_inputs_of_any_layout(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum's gradient is one number with strides of zero, and a transposed input has its channels apart."""
+    torch.manual_seed(0)
+    layer = NeuralMemory(MemoryConfig(dim=32, heads=2, chunk=4, rule=rule))  # type: ignore[arg-type]
+    found = []
+    for kernels in ("torch", "native"):
+        monkeypatch.setenv("TETHYS_KERNELS", kernels)
+        x = torch.linspace(-1, 1, 2 * 32 * 9).view(2, 32, 9).sin().requires_grad_()
+        y, state = layer(x.mT, layer.initial_state(2))
+        total = y.sum() + sum(leaf.sum() for _, leaf in leaves(state) if leaf.is_floating_point())
+        found.append([y, *torch.autograd.grad(total, [x, *layer.parameters()])])
+        with pytest.raises(RuntimeError, match="second time"):  # what was kept is gone with the graph
+            torch.autograd.grad(total, x)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-5, rtol=1e-4)
