@@ -29,7 +29,7 @@ from titans_core.tokenizers import ByteTokenizer
 
 VOCABULARY = 23
 # mixer-memory: every mixer, and every memory of the family in the mixers that hold one
-MODELS = [*MIXERS, *(f"mag-{memory}" for memory in FAMILY), "mac-titans", "mac-atlas", "lmm-atlas++", "mal-titans", "lmm+window", "mac+mal"]
+MODELS = [*MIXERS, *(f"mag-{memory}" for memory in FAMILY), "mac-titans", "lmm-atlas++", "mal-titans", "lmm+window", "mac+mal"]
 FIXED = [name for name in MODELS if name not in GROWING]
 
 
