@@ -187,7 +187,7 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
     logged = next(run for run in store_runs if run.info.run_name == "backtest load/1")
     assert logged.data.metrics["tethys.mase"] == pytest.approx(next(r["mase"] for r in again.leaderboard if r["model"] == "tethys"))
     kept = {f.path for f in tracking.open_store(store).client.list_artifacts(logged.info.run_id)}
-    assert kept == {"report.html", "leaderboard.json", "series.parquet"}
+    assert kept == {"report.html", "leaderboard.json", "series.parquet", "environment.json"}
     assert logged.info.run_id in Path(again.report).read_text()
     written = job.forecast(
         str(data), model_name="load", tracking_uri=store, output=str(tmp_path / "f.parquet"), horizon=5
