@@ -8,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from connectors.sequences import SequenceError
 from pipelines.genomics.commands import app
 from titans_core.classifier import ClassifierConfig, SequenceClassifier, load, save
 
@@ -43,6 +44,13 @@ def test_audit_prints_findings_and_refuses_with_status_3(tables):
     found = json.loads(refused.stdout)
     assert found["verdict"] == "refuse"
     assert any(each["kind"] == "rows that are in train" and each["count"] == 50 for each in found["findings"])
+
+
+def test_audit_refuses_what_holds_no_rows_or_is_no_dataset(tables):
+    (tables / "header.tsv").write_text("sequence\tlabel\n")
+    for source, message in (("header.tsv", "holds no row"), (".", "has no folder 'train'")):
+        with pytest.raises(SequenceError, match=message):
+            runner.invoke(app, ["audit", str(tables / source)], catch_exceptions=False)
 
 
 def test_train_writes_weights_with_scores_and_classes(tables):

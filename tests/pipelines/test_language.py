@@ -19,7 +19,7 @@ import torch
 from connectors.errors import UserError
 from pipelines import cli
 from pipelines.language import training
-from pipelines.language.data import GRAIN, IGNORED, Lanes, documents, open_corpus, pack
+from pipelines.language.data import GRAIN, IGNORED, Lanes, documents, open_corpus, pack, text_files
 from pipelines.language.evaluation import evaluate, gates, score
 from pipelines.language.training import Training, newest, train, train_on_ray
 from pipelines.windows import ray_cluster
@@ -84,6 +84,16 @@ def test_mistakes_in_files_are_told_and_leave_nothing(tmp_path, name, content, m
     with pytest.raises(UserError, match=message):
         pack([tmp_path / name], tmp_path / "corpus", BYTES)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_is_its_text_files(tmp_path):
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no text file"):
+        text_files([str(tmp_path / "texts")])
+    names = ["b.txt", "a.jsonl.gz", "deep/c.md", "picture.png"]
+    for name in names:
+        (tmp_path / "texts" / name).write_bytes(b"")
+    assert text_files([str(tmp_path / "texts"), "other.txt"]) == [*(str(tmp_path / "texts" / name) for name in ("a.jsonl.gz", "b.txt", "deep/c.md")), "other.txt"]
 
 
 def test_a_broken_corpus_is_told(corpus, tmp_path):
