@@ -93,7 +93,8 @@ def test_a_folder_is_its_text_files(tmp_path):
     names = ["b.txt", "a.jsonl.gz", "deep/c.md", "picture.png"]
     for name in names:
         (tmp_path / "texts" / name).write_bytes(b"")
-    assert text_files([str(tmp_path / "texts"), "other.txt"]) == [*(str(tmp_path / "texts" / name) for name in ("a.jsonl.gz", "b.txt", "deep/c.md")), "other.txt"]
+    inside = [str(tmp_path / "texts" / name) for name in ("a.jsonl.gz", "b.txt", "deep/c.md")]
+    assert text_files([str(tmp_path / "texts"), "other.txt"]) == [*inside, "other.txt"]
 
 
 def test_a_broken_corpus_is_told(corpus, tmp_path):
@@ -366,6 +367,7 @@ def test_the_commands(files, tmp_path, tethys):
     (["train", "absent.txt", "--output", "o"], "there is no file 'absent.txt'"),
     (["train", "one.txt", "--output", "o", "--memory", "mamba"], "memory 'mamba' is none of"),
     (["train", "one.txt", "--output", "o", "--rows", "99"], "do not fill 99 rows"),
+    (["train", "one.txt", "--output", "o", "--rate", "-3"], "rate -3.0 must be a number above 0"),
     (["generate", "x", "--prompt", "a", "--top-p", "3"], "top_p 3.0 must lie in"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(files, tethys, words, message):
