@@ -324,7 +324,7 @@ def stream(
     ] = "reject",
     max_events: Annotated[int | None, typer.Option(min=1, help="Stop after so many lines.")] = None,
     metrics_port: Annotated[
-        int | None, typer.Option(help="Serve /metrics, /healthz, /readyz and /forecast?unique_id=NAME on this port of 127.0.0.1.")
+        int | None, typer.Option(min=0, max=65535, help="Serve /metrics, /healthz, /readyz and /forecast?unique_id=NAME on this port of 127.0.0.1.")
     ] = None,
     forecast: Annotated[
         str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")

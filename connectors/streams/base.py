@@ -252,8 +252,12 @@ class Decoder:
             raise UserError(f"cannot map {unknown}: a stream record has {sorted(COLUMNS)}")
         self.header: list[str] | None = None
 
-    def set_header(self, header: Sequence[str]) -> None:
-        self.header = list(header)
+    def set_header(self, line: bytes) -> None:
+        """Take the column names from the first line of a CSV stream."""
+        try:
+            self.header = next(csv.reader([line.decode("utf-8-sig")]))
+        except (ValueError, csv.Error) as error:
+            raise UserError(f"the first line of the stream is no header of CSV in UTF-8 ({error}): it names the columns") from None
         missing = [c for n, c in self.columns.items() if n != "event_id" and c is not None and c not in self.header]
         if missing:
             raise UserError(f"the stream has no column {missing}; it has {self.header}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import gzip
 import hashlib
@@ -11,6 +10,7 @@ import os
 import select
 import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -60,6 +60,10 @@ class LineBuffer:
 
 def _digest(head: bytes) -> tuple[int, str]:
     return len(head), hashlib.sha256(head).hexdigest()[:16]
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"'{path}' is no whole gzip file ({error}): write it again, or decompress it and stream what is whole")
 
 
 def digest_of_head(path: Path, length: int = HEAD_BYTES) -> tuple[int, str]:
@@ -120,8 +124,11 @@ class FileSource:
             return
         if isinstance(self.handle, gzip.GzipFile):
             if self.byte == 0:  # going back would decompress everything again
-                self.head = _digest(self.handle.read(HEAD_BYTES))
-                self.handle.seek(0)
+                try:
+                    self.head = _digest(self.handle.read(HEAD_BYTES))
+                    self.handle.seek(0)
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise _damaged(self.path, error) from None
         else:
             self.head = _digest(os.pread(self.handle.fileno(), HEAD_BYTES, 0))
 
@@ -133,7 +140,7 @@ class FileSource:
             if not self.follow:
                 raise UserError(f"'{self.path}' is empty: a CSV stream needs a header line")
             return False
-        self.decoder.set_header(next(csv.reader([line.decode("utf-8-sig")])))
+        self.decoder.set_header(line)
         return True
 
     def _next_line(self) -> bytes | None:
@@ -142,7 +149,10 @@ class FileSource:
         while True:
             found = self.lines.take()
             if found is None:
-                chunk = self.handle.read(READ_BYTES)
+                try:
+                    chunk = self.handle.read(READ_BYTES)
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise _damaged(self.path, error) from None
                 if chunk:
                     self.lines.add(chunk)
                     continue
@@ -278,7 +288,7 @@ class StdinSource:
             if not line.strip():
                 continue
             if self.decoder.form == "csv" and self.decoder.header is None:
-                self.decoder.set_header(next(csv.reader([line.decode("utf-8-sig")])))
+                self.decoder.set_header(line)
                 continue
             outcome = self.decoder.decode(line, "stdin", self.line)
             if isinstance(outcome, Record):

@@ -214,7 +214,7 @@ def read_job(path: str | Path) -> Job:
         data = yaml.safe_load(path.read_text())
     except OSError as error:
         raise UserError(f"cannot read the job file {path}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
         raise UserError(f"{path} holds no settings: see docs/examples/job.yaml")

@@ -339,7 +339,7 @@ def _yaml(path: str | Path) -> dict[str, Any]:
         data = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict) or not data:
         raise UserError(f"{path} holds no parameters: write one a line, as look_back: 96")

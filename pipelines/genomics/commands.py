@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
 
 app = typer.Typer(help="DNA: audit datasets, train classifiers, classify files, score variants.", no_args_is_help=True)
@@ -240,7 +241,10 @@ def explain(
     from pipelines.genomics.job import model_at, weights_of
 
     network = load_classifier(weights_of(model_at(model), tracking_uri)[0])
-    output.mkdir(parents=True, exist_ok=True)
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {output} ({error.strerror}): name another --output") from None
     frames = []
     for number, record in enumerate(islice((each for each in read(source) if each.sequence), records)):
         table = variants.explain(network, record.sequence, label)

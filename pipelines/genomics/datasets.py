@@ -46,6 +46,8 @@ def read_labelled(source: Source, *, columns: Sequence[str] | None = None) -> La
         found.sequences.append(record.sequence)
         found.labels.append(label)
         found.ids.append(record.id or "")
+    if not len(found):
+        raise SequenceError(str(source), "holds no row: give a table with a header and rows of sequence and label")
     return found
 
 
@@ -53,6 +55,8 @@ def read_folder(root: Path, *, splits: Sequence[str] = ("train", "test")) -> dic
     """GenomicBenchmarks' layout of sequences: root/SPLIT/CLASS/*.txt, one sequence a file, or CLASS.fa."""
     found = {}
     for split in splits:
+        if not (root / split).is_dir():
+            raise SequenceError(str(root), f"has no folder '{split}': give a table, or a folder SPLIT/CLASS/*.txt with {' and '.join(splits)}")
         rows = Labelled([], [], [])
         for entry in sorted((root / split).iterdir()):
             if entry.is_dir():

@@ -111,7 +111,7 @@ def read_job(path: str | Path) -> ClassifyJob:
         settings = yaml.safe_load(path.read_text())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is no YAML ({error})") from error
     if not isinstance(settings, dict):
         raise UserError(f"{path}: must be a mapping with model, inputs and output")

@@ -12,7 +12,7 @@ import typer
 app = typer.Typer(help="Language models: train on text files, evaluate, generate, chat.", no_args_is_help=True)
 
 Texts = Annotated[
-    list[str], typer.Argument(help="Text files: .txt and .md (one document each), .jsonl and .parquet (one a row), or the same and .gz.")
+    list[str], typer.Argument(help="Text files, or folders of them: .txt, .md (a document each), .jsonl, .parquet (one a row), or the same and .gz.")
 ]
 Model = Annotated[Path, typer.Argument(help="A trained model: model.safetensors of an output or checkpoint folder.")]
 Column = Annotated[str, typer.Option(help="Column of the text in JSONL and Parquet files.")]

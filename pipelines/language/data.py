@@ -35,6 +35,20 @@ _SUFFIXES = (".txt", ".md", ".jsonl", ".ndjson", ".parquet")
 Executor = Literal["local", "ray"]
 
 
+def text_files(paths: Sequence[str]) -> list[str]:
+    """`paths` with each folder replaced by the text files in it, sorted; a folder without any is a UserError."""
+    found = []
+    for path in paths:
+        if not os.path.isdir(path):
+            found.append(path)
+            continue
+        inside = sorted(str(file) for file in Path(path).rglob("*") if file.is_file() and file.name.removesuffix(".gz").endswith(_SUFFIXES))
+        if not inside:
+            raise UserError(f"the folder '{path}' holds no text file: they end in {', '.join(_SUFFIXES)} (or the same and .gz)")
+        found += inside
+    return found
+
+
 def documents(path: str | os.PathLike[str], column: str = "text") -> Iterator[str]:
     """The documents of a file, in order: a .txt or .md file is one, .jsonl and .parquet hold one a row in `column`; .gz is read through.
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from connectors.errors import UserError
 from pipelines.language import evaluation, training
-from pipelines.language.data import Corpus, documents, open_corpus, pack
+from pipelines.language.data import Corpus, documents, open_corpus, pack, text_files
 from pipelines.language.training import Training
 from titans_core import generation
 from titans_core.config import ConfigError
@@ -44,6 +44,7 @@ def train(
         raise UserError(f"executor '{executor}' is none of local, ray")
     with told():
         configure(size, 256 + len(SPECIALS), layers=layers, memory=memory, **model)  # a wrong name is told before any text is read
+    texts, valid = text_files(texts), text_files(valid)
     corpus = _corpus(texts, output / "corpus", column=column, vocabulary=vocabulary, executor=executor)
     with told():
         config = configure(size, corpus.tokenizer.size, layers=layers, memory=memory, **model)
@@ -126,7 +127,7 @@ def evaluate(model: Path, texts: Sequence[str], *, column: str, context: int) ->
     with told():
         trained, tokenizer = load(model)
     with TemporaryDirectory() as folder, _bar("evaluating", 1) as tell:
-        corpus = pack(texts, Path(folder) / "corpus", tokenizer, column=column)
+        corpus = pack(text_files(texts), Path(folder) / "corpus", tokenizer, column=column)
         scores = evaluation.evaluate(trained, corpus, context=context, progress=lambda name, done, of: tell(done / of, name))
         return {"scores": scores, "gates": evaluation.gates(trained, corpus, context=context)}
 

@@ -62,6 +62,8 @@ class Training:
         for name in ("steps", "rows", "context", "stretch", "accumulate", "save_every"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} {getattr(self, name)} must be at least 1")
+        if not (self.rate > 0 and math.isfinite(self.rate)):
+            raise UserError(f"rate {self.rate} must be a number above 0, as 0.003")
         if self.schedule not in ("cosine", "wsd"):
             raise UserError(f"schedule '{self.schedule}' is none of cosine, wsd")
         if self.precision not in ("float32", "bfloat16"):

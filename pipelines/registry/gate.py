@@ -119,7 +119,7 @@ def read_rules(path: str | Path | None = None) -> Rules:
         raise UserError(f"there is no gate file {place}: mlflow/registry/promotion.yaml shows one")
     try:
         return Rules.model_validate(yaml.safe_load(place.read_text()) or {})
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{place} is no YAML: {' '.join(str(error).split())}") from None
     except pydantic.ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())

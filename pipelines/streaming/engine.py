@@ -44,7 +44,12 @@ ALARMS = {
     "limit": pl.Float64,
     "model_version": pl.String,
 }
-REFUSED = ("late", "conflict", "quarantined", "off_grid")
+WHY = {
+    "late": "its stream has moved on past this time: a longer --grace waits for such rows",
+    "conflict": "another value came for this time before",
+    "quarantined": "further ahead than a clock may jump at once; rows that follow in order confirm it",
+    "off_grid": "between two steps of the model's frequency",
+}
 
 
 class Memory(Protocol):
@@ -162,8 +167,8 @@ class Engine:
         counters.update(letter.reason for letter in arrivals.dead)
         counters.update({VERDICTS[code]: count for code, count in enumerate(np.bincount(verdicts).tolist()) if count})
         dead = list(arrivals.dead)
-        if any(counters[verdict] for verdict in REFUSED):
-            refused = np.flatnonzero(np.isin(verdicts, [CODE[verdict] for verdict in REFUSED])).tolist()
+        if any(counters[verdict] for verdict in WHY):
+            refused = np.flatnonzero(np.isin(verdicts, [CODE[verdict] for verdict in WHY])).tolist()
             dead += [_refused(records[i], VERDICTS[verdicts[i]]) for i in refused]
         rounds = self._learn(rows, released.slot)
         self.slots.changed(slots, batch)
@@ -391,4 +396,4 @@ def _number(name: str, values: Tensor) -> pl.Series:
 
 def _refused(record: Record, verdict: str) -> DeadLetter:
     raw = json.dumps({"unique_id": record.unique_id, "ds": record.ds, "y": record.y, "event_id": record.event_id}, allow_nan=True)
-    return DeadLetter(verdict, "", record.partition, record.offset, raw)
+    return DeadLetter(verdict, WHY[verdict], record.partition, record.offset, raw)

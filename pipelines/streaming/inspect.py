@@ -94,6 +94,8 @@ def export(checkpoint: str | Path, unique_id: str, path: str | Path) -> Path:
     target = Path(path)
     if not target.parent.is_dir():
         raise UserError(f"cannot write '{target}': the folder '{target.parent}' does not exist")
+    if target.is_dir():
+        raise UserError(f"cannot write '{target}': it is a folder, name a file")
     temporary = target.with_name(f".{target.name}.part")
     temporary.write_bytes(safetensors.numpy.save(tensors, metadata={"tethys_stream": json.dumps(about)}))
     os.replace(temporary, target)

@@ -48,7 +48,10 @@ class Layout:
         """The streams of `rows`, stacked."""
         flat = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8).view(len(rows), sum(self._bytes))
         parts = iter(
-            part.clone(memory_format=torch.contiguous_format).view(dtype).view(len(rows), *shape)
+            # torch cannot view rows of no bytes (a model without covariates of one kind) as another type
+            (part.clone(memory_format=torch.contiguous_format).view(dtype) if part.numel() else part.new_empty(0, dtype=dtype)).view(
+                len(rows), *shape
+            )
             for part, (_, dtype, shape) in zip(flat.split(self._bytes, 1), self._parts, strict=True)
         )
         return map_state(lambda _: next(parts), self._one)

@@ -92,6 +92,23 @@ def test_csv_with_mapped_columns(tmp_path: Path, name: str) -> None:
     assert batch.dead[0].offset == 4 and "2 cells" in batch.dead[0].detail
 
 
+def test_a_header_that_is_no_text_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "junk.csv"
+    path.write_bytes(b"\xc1\x00\xff\n1,2,3\n")
+    with pytest.raises(UserError, match="first line of the stream is no header of CSV"):
+        open_source(str(path))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"hello\n"])
+def test_a_damaged_gzip_file_is_told(tmp_path: Path, damage) -> None:
+    path = tmp_path / "rows.ndjson.gz"
+    path.write_bytes(damage(gzip.compress(lines(0, 60).encode())))
+    with pytest.raises(UserError, match="is no whole gzip file"):
+        source = open_source(str(path))
+        while not source.ended:
+            source.poll(10, 0)
+
+
 def test_follow_waits_for_whole_lines_and_survives_rotation(tmp_path: Path) -> None:
     path = tmp_path / "e.ndjson"
     path.write_text(lines(0, 3) + '{"unique_id"')

@@ -8,6 +8,8 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from connectors.errors import UserError
+from connectors.sequences import SequenceError
 from pipelines.genomics.commands import app
 from titans_core.classifier import ClassifierConfig, SequenceClassifier, load, save
 
@@ -43,6 +45,27 @@ def test_audit_prints_findings_and_refuses_with_status_3(tables):
     found = json.loads(refused.stdout)
     assert found["verdict"] == "refuse"
     assert any(each["kind"] == "rows that are in train" and each["count"] == 50 for each in found["findings"])
+
+
+def test_audit_refuses_what_holds_no_rows_or_is_no_dataset(tables):
+    (tables / "header.tsv").write_text("sequence\tlabel\n")
+    for source, message in (("header.tsv", "holds no row"), (".", "has no folder 'train'")):
+        with pytest.raises(SequenceError, match=message):
+            runner.invoke(app, ["audit", str(tables / source)], catch_exceptions=False)
+
+
+def test_explain_wants_a_folder(tmp_path):
+    save(SequenceClassifier(ClassifierConfig(classes=("n", "y"), length=30)), tmp_path / "m.safetensors")
+    (tmp_path / "s.fa").write_text(">a\nACGT\n")
+    words = ["explain", str(tmp_path / "m.safetensors"), str(tmp_path / "s.fa"), "--label", "y", "--output", str(tmp_path / "s.fa")]
+    with pytest.raises(UserError, match="cannot make the folder"):
+        runner.invoke(app, words, catch_exceptions=False)
+
+
+def test_a_job_that_is_no_text_is_told(tmp_path):
+    (tmp_path / "job.yaml").write_bytes(b"\xe9\x00")
+    with pytest.raises(UserError, match="is no YAML"):
+        runner.invoke(app, ["classify", str(tmp_path / "job.yaml")], catch_exceptions=False)
 
 
 def test_train_writes_weights_with_scores_and_classes(tables):

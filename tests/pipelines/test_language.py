@@ -19,7 +19,7 @@ import torch
 from connectors.errors import UserError
 from pipelines import cli
 from pipelines.language import training
-from pipelines.language.data import GRAIN, IGNORED, Lanes, documents, open_corpus, pack
+from pipelines.language.data import GRAIN, IGNORED, Lanes, documents, open_corpus, pack, text_files
 from pipelines.language.evaluation import evaluate, gates, score
 from pipelines.language.training import Training, newest, train, train_on_ray
 from pipelines.windows import ray_cluster
@@ -84,6 +84,17 @@ def test_mistakes_in_files_are_told_and_leave_nothing(tmp_path, name, content, m
     with pytest.raises(UserError, match=message):
         pack([tmp_path / name], tmp_path / "corpus", BYTES)
     assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_a_folder_is_its_text_files(tmp_path):
+    (tmp_path / "texts" / "deep").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds no text file"):
+        text_files([str(tmp_path / "texts")])
+    names = ["b.txt", "a.jsonl.gz", "deep/c.md", "picture.png"]
+    for name in names:
+        (tmp_path / "texts" / name).write_bytes(b"")
+    inside = [str(tmp_path / "texts" / name) for name in ("a.jsonl.gz", "b.txt", "deep/c.md")]
+    assert text_files([str(tmp_path / "texts"), "other.txt"]) == [*inside, "other.txt"]
 
 
 def test_a_broken_corpus_is_told(corpus, tmp_path):
@@ -356,6 +367,7 @@ def test_the_commands(files, tmp_path, tethys):
     (["train", "absent.txt", "--output", "o"], "there is no file 'absent.txt'"),
     (["train", "one.txt", "--output", "o", "--memory", "mamba"], "memory 'mamba' is none of"),
     (["train", "one.txt", "--output", "o", "--rows", "99"], "do not fill 99 rows"),
+    (["train", "one.txt", "--output", "o", "--rate", "-3"], "rate -3.0 must be a number above 0"),
     (["generate", "x", "--prompt", "a", "--top-p", "3"], "top_p 3.0 must lie in"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line(files, tethys, words, message):

@@ -86,6 +86,9 @@ def test_looking_in(registered: Path) -> None:
     assert shown["waiting_events"] == [] and "model.centre" in shown["memory"]
     path = inspect.export(checkpoint, "site-1", registered / "s.safetensors")
     tensors = safetensors.numpy.load_file(path)
+    (registered / "folder").mkdir()
+    with pytest.raises(UserError, match="it is a folder"):
+        inspect.export(checkpoint, "site-1", registered / "folder")
     assert float(tensors["model.count"][0]) == 72
     assert inspect.reset(checkpoint, ["site-0"]) == 1
     assert [row["unique_id"] for row in inspect.streams(checkpoint).leaderboard] == ["site-1"]

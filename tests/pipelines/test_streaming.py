@@ -21,6 +21,7 @@ from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine
 from pipelines.streaming.event_time import EventTime, Frequency, Schedule, parse_duration
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows, unpack_arrivals
+from pipelines.streaming.slots import Layout
 from pipelines.streaming.worker import Stop, StreamSummary, work
 from tests.pipelines.toy_memory import toy_model
 
@@ -390,3 +391,11 @@ def test_forecasts_when_asked(tmp_path: Path) -> None:
         expected = rows.filter((pl.col("unique_id") == name) & (pl.col("origin") == found[0]["origin"]))
         np.testing.assert_allclose([row["q0.5"] for row in found], expected["q0.5"], rtol=1e-5)
         np.testing.assert_allclose([row["high"] for row in found], expected["high"], rtol=1e-5)
+
+
+def test_a_state_with_a_tensor_of_no_bytes_comes_back_from_its_rows():
+    state = (torch.arange(6, dtype=torch.float64).view(3, 2), torch.empty(3, 4, 0), torch.arange(3, dtype=torch.int16))
+    layout = Layout(tuple(leaf[:1] for leaf in state))
+    again = layout.state(layout.rows(state))
+    assert [(leaf.dtype, leaf.shape) for leaf in again] == [(leaf.dtype, leaf.shape) for leaf in state]
+    assert all(torch.equal(a, b) for a, b in zip(again, state, strict=True))
