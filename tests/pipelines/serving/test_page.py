@@ -77,7 +77,7 @@ def test_the_page_moves_with_the_events(served: Served, world: World, dark: bool
         wild = {**world.events(first + 20, first + 22)[0], "unique_id": "site-0", "y": 900.0}
         client.push(wild)
         browser.wait("document.getElementById('announce').textContent.includes('outlier')")
-        assert browser.value("document.querySelectorAll('.m-alarm').length") >= 1
+        browser.wait("document.querySelectorAll('.m-alarm').length >= 1")  # drawn with the next picture
         assert browser.value("document.querySelectorAll('#last-alarms li').length") >= 1
 
         # By keyboard alone: to the chart, back along the rows; to the next stream.
