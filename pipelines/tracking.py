@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import re
 import socket
 import subprocess
 import sys
@@ -188,6 +189,14 @@ def open_store(uri: str = DEFAULT_TRACKING_URI, experiment: str = EXPERIMENT) ->
             _make_schema(path)
         experiment_id = _experiment(_client(uri), experiment, (path.parent / "artifacts").as_uri())
     return Store(uri, experiment_id)
+
+
+def check_names(name: str, alias: str | None) -> None:
+    """Raises UserError for names that the registry would refuse, or where they would mean something else; ask before the work."""
+    if not name or "/" in name or ":" in name:
+        raise UserError(f"{name!r} is no name of a model: write one without '/' and ':', as sales")
+    if alias is not None and (re.fullmatch(r"v?\d+|latest", alias, re.IGNORECASE) or not re.fullmatch(r"[\w-]+", alias, re.ASCII)):
+        raise UserError(f"{alias!r} is no alias: write letters, digits, '_' and '-', as challenger; numbers, 'v1' and 'latest' mean versions")
 
 
 @contextmanager

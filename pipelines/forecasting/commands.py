@@ -196,7 +196,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="Points of the space to try at most.")] = 20,
     workers: Annotated[int, typer.Option(min=1, help="Trials at a time, one core each.")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Epochs of a training that is not stopped early.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")] = 0,
     space: Annotated[Path | None, typer.Option(help="YAML file: for each parameter the values to try, as look_back: [48, 96].")] = None,
     future_covariate: Annotated[list[str] | None, typer.Option(help="Column that is known ahead; repeatable.")] = None,
     historic_covariate: Annotated[list[str] | None, typer.Option(help="Column known once it happened; repeatable.")] = None,

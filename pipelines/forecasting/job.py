@@ -108,6 +108,8 @@ def train(
     began = time.monotonic()
     given = dict(parameters or {})
     future, historic, static = (tuple(given.get(kind, names)) for kind, names in (("future", future), ("historic", historic), ("static", static)))
+    tracking.check_names(model_name, alias)
+    folder = _folder(output)
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
@@ -134,7 +136,6 @@ def train(
     known = _border(table, look_back, horizon)
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
-    folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     contest = rolling.Backtest(model, table, _origins(table, known, horizon), known)
     _forecast_all(contest, folder / "backtest.parquet")
@@ -221,6 +222,7 @@ def backtest(
     from pipelines import tracking
 
     began = time.monotonic()
+    folder = _folder(output)
     model, name = _registered(model_name, version, tracking_uri)
     store = tracking.open_store(tracking_uri)
     found = read_table(
@@ -230,7 +232,6 @@ def backtest(
     table = found.panel
     _same_frequency(model, table, data)
     at = rolling.rolling_origins(table, model.horizon, origins, model.look_back)
-    folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     contest = rolling.Backtest(model, table, at, int(at[0]))
     paths = {part: folder / part for part in ("backtest.parquet", "series.parquet", "leaderboard.json")}
@@ -386,6 +387,12 @@ def _tell_unknown(model: TitansForecaster, found: Table) -> None:
     for name, levels in sorted(told.items()):
         some = ", ".join(map(repr, sorted(levels)[:5])) + (" ..." if len(levels) > 5 else "")
         print(f"covariate {name!r} holds {len(levels)} levels that the model does not know, taken as unknown: {some}", file=sys.stderr)
+
+
+def _folder(output: str | Path) -> Path:
+    if (folder := Path(output)).exists() and not folder.is_dir():
+        raise UserError(f"{str(output)!r} is a file: name a folder for what is written")
+    return folder
 
 
 def _registered(name: str, version: str, tracking_uri: str) -> tuple[TitansForecaster, str]:

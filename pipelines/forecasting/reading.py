@@ -63,6 +63,10 @@ def read_table(
     Where no table of the future is named, rows after a series' last value are its future, if there are covariates to be known ahead.
     Warnings go to standard error. Raises UserError with everything that the rules refuse.
     """
+    if twice := sorted({name for name in covariates if covariates.count(name) > 1}):
+        raise UserError(f"covariate {', '.join(map(repr, twice))} is named twice: it is either future, historic or static")
+    if taken := [name for name in covariates if name in (id_column, time_column, target_column)]:
+        raise UserError(f"column {', '.join(map(repr, taken))} is the id, the time or the target, and no covariate: leave it out")
     rules = dataclasses.replace(reading.rules, frequency=frequency)
     frame = _frame(uri, reading.csv, executor)
     if reading.wide:

@@ -25,7 +25,7 @@ TopP = Annotated[float, typer.Option(help="Draw from the fewest tokens that hold
 MinP = Annotated[float, typer.Option(help="Draw from tokens at least this likely, relative to the most likely.")]
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1: tokens that were there before become less likely.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer and is left out; repeatable.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
 
 
 @app.command(epilog="Example: tethys lm train books/*.txt --valid held-out.txt --output runs/lm --size small --layers mag --steps 500")

@@ -108,3 +108,19 @@ def test_one_alias_serves_all_commands() -> None:
     forecast = group.commands["forecast"].commands  # type: ignore[attr-defined]
     asked = [*(group.commands[name] for name in ("backtest", "stream")), forecast["table"], forecast["missing-future"]]  # type: ignore[attr-defined]
     assert {option.default for command in asked for option in command.params if option.name == "version"} == {DEFAULT_VERSION}
+
+
+@pytest.mark.parametrize(("names", "said"), [(("y",), "'y' is the id, the time or the target"), (("p", "p"), "'p' is named twice")])
+def test_a_covariate_that_is_the_target_or_named_twice_is_a_mistake(tmp_path, names, said):
+    path = tmp_path / "t.parquet"
+    hourly().with_columns(p=1.0).write_parquet(path)
+    with pytest.raises(UserError, match=said):
+        read_table(str(path), covariates=names)
+
+
+def test_an_output_folder_that_is_a_file_is_said_before_the_work(tmp_path):
+    (taken := tmp_path / "t.csv").touch()
+    with pytest.raises(UserError, match="is a file: name a folder"):
+        job.train("nothing.csv", output=taken)
+    with pytest.raises(UserError, match="is a file: name a folder"):
+        job.backtest("nothing.csv", output=taken)

@@ -131,6 +131,13 @@ def test_an_unknown_model_version_or_alias_is_told_what_exists(store, weights, f
         tracking.load_model("load", 7, store.uri)
 
 
+@pytest.mark.parametrize(("name", "alias"), [("", None), ("a/b", None), ("a:b", None), *(("m", a) for a in ("5", "v1", "Latest", "", "a b", "ü"))])
+def test_names_that_the_registry_refuses_or_mistakes_are_a_mistake(name, alias):
+    with pytest.raises(UserError, match="no name of a model" if alias is None else "no alias"):
+        tracking.check_names(name, alias)
+    tracking.check_names("sales büro-2", "challenger_2")
+
+
 def test_a_store_that_is_not_there(tmp_path):
     with pytest.raises(UserError, match="there is no tracking store at"):
         tracking.load_model("a", "b", f"sqlite:///{tmp_path}/none.db")
