@@ -98,7 +98,7 @@ def test_a_clean_process_loads_it_without_pickles_and_answers_the_same(registere
     expected = answer(load_classifier(folder / "m.safetensors"), ["ACGT", "ggggtttn"])
     found = pl.DataFrame(json.loads(done.stdout.splitlines()[-1]))
     assert found["prediction"].to_list() == expected["prediction"].to_list()
-    assert found["prob_site"].to_list() == pytest.approx(expected["prob_site"].to_list(), abs=1e-9)
+    assert found["prob_site"].to_list() == pytest.approx(expected["prob_site"].to_list(), abs=1e-6)
 
 
 def test_the_scoring_server_answers_and_names_the_row_of_a_bad_request(registered, monkeypatch):
