@@ -17,8 +17,6 @@ from connectors.streams.base import TIME_FORMAT, Batch, Decoder, Positions, Reco
 
 LOGGER = logging.getLogger("tethys.kafka")
 OPEN_SECONDS = 10.0
-# At the end of a topic: how long a fetch may stay open, and the rest before the next.
-IDLE_SECONDS, REST_SECONDS = 0.05, 0.005
 
 
 def _client() -> Any:
@@ -77,7 +75,7 @@ class KafkaSource:
                 # A position the broker no longer has is an error, never a silent jump.
                 "auto.offset.reset": "error",
                 "enable.partition.eof": False,
-                # Shorter than IDLE_SECONDS, so that an answer is never thrown away by a rest.
+                # Events wait no longer at the end of a topic. Pausing an idle consumer instead would cost them half a second.
                 "fetch.wait.max.ms": 20,
             },
             logger=LOGGER,
@@ -106,8 +104,6 @@ class KafkaSource:
     def _assign(self) -> None:
         kafka = self._kafka
         self.consumer.assign([kafka.TopicPartition(self.topic, p, offset) for p, offset in self.next.items()])
-        self.assigned = [kafka.TopicPartition(self.topic, p) for p in self.next]
-        self.fetching = True
 
     def poll(self, max_records: int, timeout: float) -> Batch:
         if not self.follow and all(self.next[p] >= self.ends[p] for p in self.next):
@@ -115,27 +111,14 @@ class KafkaSource:
             return Batch([], [])
         messages: list[Any] = []
         deadline = time.monotonic() + timeout
-        self._fetch(True)
         while len(messages) < max_records:
             # With a first record in hand only what has already arrived is added; latency comes before batch size.
-            wait = 0.0 if messages else min(IDLE_SECONDS, max(0.0, deadline - time.monotonic()))
+            wait = 0.0 if messages else max(0.0, deadline - time.monotonic())
             found = self.consumer.consume(max_records - len(messages), timeout=wait)
             messages += found if self._error_free(found) else self._checked(found)
-            if not found:
-                self._fetch(False)
-                left = deadline - time.monotonic()
-                if messages or left <= 0:
-                    break
-                time.sleep(min(REST_SECONDS, left))
-                self._fetch(True)
+            if not found and (messages or time.monotonic() >= deadline):
+                break
         return self._decode(messages)
-
-    def _fetch(self, on: bool) -> None:
-        """Some brokers answer a fetch at the end of a topic at once and empty, which keeps the client and them spinning;
-        so nothing is fetched while everything that had arrived is being worked on."""
-        if on != self.fetching:
-            (self.consumer.resume if on else self.consumer.pause)(self.assigned)
-            self.fetching = on
 
     @staticmethod
     def _error_free(messages: list[Any]) -> bool:
