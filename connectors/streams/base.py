@@ -351,11 +351,11 @@ def long_rows(rows: pl.DataFrame) -> pl.DataFrame:
 TIME_FORMAT = "%Y-%m-%dT%H:%M:%S%.fZ"
 
 
-def to_json_lines(rows: pl.DataFrame) -> list[bytes]:
-    """A JSON object a row, and a row a step of a forecast; times in ISO 8601 UTC."""
+def to_ndjson(rows: pl.DataFrame) -> bytes:
+    """A JSON object a line for each row, and a row a step of a forecast; times in ISO 8601 UTC."""
     rows = long_rows(rows)
     times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
-    return rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode().splitlines()
+    return rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode()
 
 
 DEAD_LETTER_SCHEMA = {

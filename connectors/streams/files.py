@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import MAX_RECORD_BYTES, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
+from connectors.streams.base import MAX_RECORD_BYTES, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows, to_ndjson
 from connectors.tables import sync_folder
 
 READ_BYTES = 1 << 18
@@ -373,8 +373,7 @@ class FileSink:
             rows.write_csv(data, include_header=self.length == 0, datetime_format=TIME_FORMAT)
             text = data.getvalue()
         else:
-            times = [name for name, kind in rows.schema.items() if kind == pl.Datetime]
-            text = rows.with_columns(pl.col(times).dt.strftime(TIME_FORMAT)).write_ndjson().encode()
+            text = to_ndjson(rows)
         view = memoryview(text)
         with _space_for(self.path):
             while view:

@@ -18,7 +18,7 @@ import polars as pl
 
 from connectors.errors import UserError
 from connectors.streams.address import parse, secret
-from connectors.streams.base import Batch, Decoder, Positions, Record, to_json_lines
+from connectors.streams.base import Batch, Decoder, Positions, Record, to_ndjson
 
 LOGGER = logging.getLogger("tethys.mqtt")
 OPEN_SECONDS = 10.0
@@ -195,7 +195,7 @@ class MqttSink:
         self.rows = 0 if receipt is None else int(receipt)
 
     def write(self, rows: pl.DataFrame) -> None:
-        lines = to_json_lines(rows)
+        lines = to_ndjson(rows).splitlines()
         self.pending += [self.connection.client.publish(self.connection.topic, line, qos=1) for line in lines]
         self.rows += len(lines)
 

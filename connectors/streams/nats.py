@@ -16,7 +16,7 @@ import polars as pl
 
 from connectors.errors import UserError
 from connectors.streams.address import Address, parse, secret
-from connectors.streams.base import Batch, Decoder, Positions, Record, to_json_lines
+from connectors.streams.base import Batch, Decoder, Positions, Record, to_ndjson
 
 LOGGER = logging.getLogger("tethys.nats")
 OPEN_SECONDS = 10.0
@@ -231,7 +231,7 @@ class NatsSink:
                 self.there, self.last = int(headers[ROW]), number
 
     def write(self, rows: pl.DataFrame) -> None:
-        self.lines += to_json_lines(rows)
+        self.lines += to_ndjson(rows).splitlines()
 
     def flush(self) -> Any:
         first = self.rows + 1

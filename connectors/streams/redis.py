@@ -16,7 +16,7 @@ import polars as pl
 
 from connectors.errors import UserError
 from connectors.streams.address import parse, secret
-from connectors.streams.base import Batch, Decoder, Positions, Record, to_json_lines
+from connectors.streams.base import Batch, Decoder, Positions, Record, to_ndjson
 
 OPEN_SECONDS = 10.0
 FORM = "redis://HOST:PORT/STREAM?db=0"
@@ -198,7 +198,7 @@ class RedisSink:
             raise UserError(f"cannot read back the Redis stream '{self.stream}': {error}") from error
 
     def write(self, rows: pl.DataFrame) -> None:
-        self.lines += to_json_lines(rows)
+        self.lines += to_ndjson(rows).splitlines()
 
     def flush(self) -> Any:
         first = self.rows + 1
