@@ -194,6 +194,7 @@ class Size(NamedTuple):
     heads: int
 
 
+PAPER_CHUNK, PAPER_BLOCKS = 16, {"window": 2048, "segment": 512, "persistent": 128}  # Titans appendix E
 # Titans table 5 and ATLAS table 7, which are the same.
 PRESETS = {"170M": Size(12, 768, 16), "340M": Size(24, 1024, 16), "760M": Size(24, 1536, 16), "1.3B": Size(18, 2048, 8)}
 
@@ -205,5 +206,5 @@ def preset(size: str, mixer: Mixer = "lmm", memory: str = "titans", **settings: 
     """
     require(size in PRESETS, f"size '{size}' is none of {', '.join(PRESETS)}")
     blocks, dim, heads = PRESETS[size]
-    learned = family(memory, **({"dim": dim, "heads": heads, "chunk": 16} | settings))
-    return BackboneConfig(memory=learned, layers=(mixer,) * blocks, window=2048, segment=512, persistent=128)
+    learned = family(memory, **({"dim": dim, "heads": heads, "chunk": PAPER_CHUNK} | settings))
+    return BackboneConfig(memory=learned, layers=(mixer,) * blocks, **PAPER_BLOCKS)

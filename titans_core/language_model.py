@@ -29,6 +29,8 @@ from titans_core import tokenizers
 from titans_core.blocks import Backbone
 from titans_core.config import (
     FAMILY,
+    PAPER_BLOCKS,
+    PAPER_CHUNK,
     PRESETS,
     BackboneConfig,
     ConfigError,
@@ -91,11 +93,11 @@ def configure(size: str, vocabulary: int, *, layers: str = "mag", memory: str = 
     require(memory == "exact" or memory in FAMILY, f"memory '{memory}' is none of exact, {', '.join(FAMILY)}")
     blocks, dim, heads = SIZES[size]
     paper = size in PRESETS
-    form = {"window": 2048, "segment": 512, "persistent": 128} if paper else {"window": 64, "segment": 64, "persistent": 4}
+    form = dict(PAPER_BLOCKS) if paper else {"window": 64, "segment": 64, "persistent": 4}
     for name, field in (("attention_window", "window"), ("segment", "segment"), ("persistent", "persistent")):
         if name in settings:
             form[field] = settings.pop(name)
-    chosen: dict[str, Any] = {"dim": dim, "heads": heads, "chunk": 16 if paper else 64} | FAMILY.get(memory, {}) | settings
+    chosen: dict[str, Any] = {"dim": dim, "heads": heads, "chunk": PAPER_CHUNK if paper else 64} | FAMILY.get(memory, {}) | settings
     pattern = layers.split("+")
     if "swdt" in pattern:
         chosen.setdefault("window", 8)
