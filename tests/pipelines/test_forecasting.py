@@ -13,7 +13,7 @@ from connectors.errors import UserError
 from pipelines import tracking
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import job
-from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, SeasonalNaive, profile
+from pipelines.forecasting.baselines import Ets, LastValue, Ridge, RidgeCarried, SeasonalNaive, profile
 from pipelines.forecasting.calendar import default_seasons, phases, steps
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.sample import hourly_load
@@ -116,6 +116,22 @@ def test_baselines_by_hand() -> None:
         Ridge(2, 40).fit([y])
 
 
+def test_ets_sees_the_season_knows_no_future_and_leaves_out_what_it_cannot_fit() -> None:
+    rng = np.random.default_rng(2)
+    y = 1e6 + np.array([0.0, 3, 1, -2, -4, 2, 5])[np.arange(200) % 7] + 0.1 * rng.normal(size=200)
+    y[40:44] = np.nan
+    origins = np.array([150, 160, 171])
+    ets = Ets(7, 7, known=150).fit([y])
+    found = ets.forecast(y, origins)
+    assert np.abs(found - np.lib.stride_tricks.sliding_window_view(y, 7)[origins]).max() < 1.0, "of a season of nine"
+    later = y.copy()
+    later[160:] = 0.0  # after the second origin
+    np.testing.assert_array_equal(ets.forecast(later, origins)[:2], found[:2])
+    assert (Ets(3, 7, 50).forecast(np.full(60, 1e9), np.array([50, 55])) == 1e9).all()
+    for short in (np.arange(4.0), np.full(20, np.nan)):
+        assert np.isnan(Ets(3, 7, len(short)).forecast(short, np.array([len(short)]))).all()
+
+
 def test_carried_state_helps_where_the_past_is_longer_than_the_look_back() -> None:
     rng = np.random.default_rng(1)
     shape = rng.normal(size=24).cumsum()
@@ -177,7 +193,7 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
         alias="champion",
     )
     names = {row["model"] for row in result.leaderboard}
-    assert names == {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried"}
+    assert names == {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried", "ets"}
     assert result.leaderboard[0]["mase"] <= result.leaderboard[-1]["mase"]
     for path in (result.forecasts, result.plot, result.backtest):
         assert Path(path).stat().st_size > 0
