@@ -336,7 +336,7 @@ def ray_cluster(workers: int | None = None) -> None:
         return
     for last in (False, False, True):
         try:
-            ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+            ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
             return
         except Exception as error:
             # Ray gives its own parts half a minute to start, which a machine that is busy with other work may not.
@@ -475,12 +475,13 @@ def stamps(column: pl.Series, source: str) -> pl.Series:
             parsed = column.str.to_datetime(strict=False, time_unit="us")
         except pl.exceptions.ComputeError:  # not one of the values looks like a stamp
             parsed = pl.Series(column.name, [None] * len(column), dtype=pl.Datetime("us"))
-        bad = column.filter(parsed.is_null() & column.is_not_null())
+        # Polars would guess which number is the day and which the month.
+        guessed = column.str.contains(r"^\s*\d{1,2}\D").fill_null(False)
+        bad = column.filter((parsed.is_null() | guessed) & column.is_not_null())
         if len(bad):
             raise UserError(
                 f"column {column.name!r} of {source} holds {bad[0]!r}, not a time stamp ({len(bad)} of {len(column)} "
-                "rows): "
-                "write stamps as 2026-01-31 or 2026-01-31 18:00:00"
+                "rows): write stamps as 2026-01-31 or 2026-01-31 18:00:00, or say how a CSV file has them (--time-format %d/%m/%Y)"
             )
         column = parsed
         dtype = column.dtype

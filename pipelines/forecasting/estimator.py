@@ -363,7 +363,9 @@ class TitansForecaster(BaseEstimator):
             given = config["parameters"]
             parameters: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
             loaded = cls(**parameters)
-            loaded.encoder_ = Encoder.from_json(config["covariates"])
+            # Models of before there were covariates say nothing of them.
+            none: dict[str, Any] = {"frequency": config["frequency"], "zone": loaded.zone, "calendar": [], "future": [], "historic": [], "static": []}
+            loaded.encoder_ = Encoder.from_json(config.get("covariates", none))
             learns = config.get("outcome")
             loaded.forecaster_, loaded.outcome_ = load_weights(
                 weights, ForecasterConfig.from_json(config["forecaster"]), None if learns is None else OutcomeConfig.from_json(learns)

@@ -65,6 +65,9 @@ def read_table(
     """
     if twice := sorted({name for name in covariates if covariates.count(name) > 1}):
         raise UserError(f"covariate {', '.join(map(repr, twice))} is named twice: it is either future, historic or static")
+    if reading.future is not None and not ahead:
+        raise UserError(f"no covariate is to be known ahead here, and {reading.future} is given as the table of the future: leave it out, or name "
+                        "the covariates (--future-covariate)")
     if taken := [name for name in covariates if name in (id_column, time_column, target_column)]:
         raise UserError(f"column {', '.join(map(repr, taken))} is the id, the time or the target, and no covariate: leave it out")
     rules = dataclasses.replace(reading.rules, frequency=frequency)

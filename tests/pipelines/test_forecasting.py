@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -103,6 +104,21 @@ def test_missing_values_are_learnt_around(frame: pl.DataFrame) -> None:
 def test_too_short_series_are_told(frame: pl.DataFrame) -> None:
     with pytest.raises(UserError, match="shorten the look-back"):
         small().fit(frame.group_by("unique_id", maintain_order=True).head(30))
+
+
+def test_models_of_before_there_were_covariates_are_loaded(fitted: TitansForecaster, frame: pl.DataFrame, tmp_path: Path) -> None:
+    fitted.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("covariates", "outcome"):
+        del config[name]
+    for name in ("future", "historic", "static", "calendar", "outcomes"):
+        del config["parameters"][name]
+    config["forecaster"].pop("covariates", None)
+    old = TitansForecaster.from_weights(tmp_path / "weights.safetensors", config)
+    assert old.predict(frame).equals(fitted.predict(frame))
+    del config["frequency"]
+    with pytest.raises(UserError, match="do not fit this program .'frequency'.: train the model anew"):
+        TitansForecaster.from_weights(tmp_path / "weights.safetensors", config)
 
 
 def test_baselines_by_hand() -> None:
