@@ -338,6 +338,8 @@ def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.
 
 def _hint(text: str, form: CsvForm, error: Exception) -> str:
     """What a person may try on a CSV file that cannot be read."""
+    if _begins_as_utf16(Path(text), form):
+        return "; it is UTF-16: say --encoding utf-16"
     if "utf-8" in str(error).lower() or "utf8" in str(error).lower():
         return "; it is not UTF-8: say --encoding latin-1 (csv: {encoding: latin-1} in a job file), or whatever it was written in"
     other = _other_separator(Path(text), form)
