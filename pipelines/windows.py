@@ -40,6 +40,8 @@ _UNITS_US = {
 }
 _UNITS_MONTHS = {"mo": 1, "q": 3, "y": 12}
 # Regular enough to name the frequency, few enough to cost nothing.
+LARGEST = 1e30
+"""Targets further from zero do not fit the float32 of the model (3.4e38) with room for their forecasts."""
 _ROWS_TO_INFER_FROM = 10_000
 
 
@@ -225,7 +227,7 @@ def panel(
     Rows may come in any order. Stamps are dates, datetimes (with a zone: taken to UTC), ISO strings, or whole numbers
     that count steps. `id_column=None` takes the whole table as one series named by its target column. A null or NaN
     target is a missing row. `covariates` are columns to keep. Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a
-    null id or stamp, an infinite target, two rows for one stamp, a frequency that does not fit. `source` is what
+    null id or stamp, a target that is infinite or beyond LARGEST, two rows for one stamp, a frequency that does not fit. `source` is what
     messages call the table.
     """
     rows = _sorted_rows(frame, id_column, time_column, target_column, source, covariates)
@@ -446,7 +448,7 @@ def _sorted_rows(
             raise UserError(
                 f"{empty} of {rows.height} rows of {source} have no value in column {column!r}: fill or drop them"
             )
-    infinite = rows.filter(pl.col("y").is_infinite())
+    infinite = rows.filter(pl.col("y").is_not_nan() & (pl.col("y").abs() > LARGEST))
     if infinite.height:
         where = infinite.row(0, named=True)
         raise UserError(

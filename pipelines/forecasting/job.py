@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,9 +115,10 @@ def train(
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
+    window = {name: given.get(name, value) for name, value in (("look_back", look_back), ("horizon", horizon))}
     found = read_table(
         data,
-        reading,
+        replace(reading, rules=replace(reading.rules, **window)),
         frequency=frequency,
         id_column=id_column,
         time_column=time_column,

@@ -21,14 +21,12 @@ from numpy.typing import NDArray
 
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import on_wall_clock, to_zone
-from pipelines.windows import continue_grid, frequency_of, name_step, parse_frequency, position, stamps
+from pipelines.windows import LARGEST, continue_grid, frequency_of, name_step, parse_frequency, position, stamps
 
 Level = Literal["error", "warning", "note"]
 
 NAMED_SERIES = 10
 """A message names so many series; the finding itself holds all of them."""
-LARGEST = 1e30
-"""Values further from zero do not fit the float32 of the model (3.4e38) with room for their forecasts."""
 FAR_FROM_MEDIAN = 40.0
 """Robust deviations (1.4826 * median absolute deviation) beyond which a value is asked about."""
 ROWS_FOR_A_WEEK = 140
