@@ -61,7 +61,8 @@ def read_table(
     """The series of a table; `ahead` names those of the covariates that the rows after the last must have.
 
     Where no table of the future is named, rows after a series' last value are its future, if there are covariates to be known ahead.
-    Warnings go to standard error, and which series are shorter than a training window, where the rules say how long that is. Raises UserError with everything that the rules refuse.
+    Warnings go to standard error, and which series are shorter than a training window, where the rules say how long that is. Raises
+    UserError with everything that the rules refuse.
     """
     if twice := sorted({name for name in covariates if covariates.count(name) > 1}):
         raise UserError(f"covariate {', '.join(map(repr, twice))} is named twice: it is either future, historic or static")
