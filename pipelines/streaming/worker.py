@@ -26,6 +26,7 @@ import numpy as np
 import polars as pl
 
 from connectors.checkpoints import CheckpointStore
+from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
 from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
@@ -188,6 +189,8 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
     from titans_core.learner import Learner
 
     config = fitted.forecaster_.config
+    if covariates is not None and not fitted.encoder_.names:
+        raise UserError(f"the model {version} was trained without covariates, and a table of them is given: leave {covariates} out")
     beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
     memory = fitted.memory_
     row: Any = None
