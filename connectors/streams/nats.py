@@ -180,6 +180,9 @@ class NatsSource:
         self.last, self.ended = int(place["last"]), False
         self.consumer, self.waiting = self._open(), None
 
+    def reached(self) -> int:
+        return self.last
+
     def commit(self, positions: Positions) -> None:
         return None
 

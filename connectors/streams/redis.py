@@ -155,6 +155,11 @@ class RedisSource:
         self.ended = False
         self._read(1)  # says at once whether events were lost
 
+    def reached(self) -> int:
+        """Of the last entry, in the order of their ids."""
+        milliseconds, number = self.last.split("-")
+        return (int(milliseconds) << 64) + int(number)
+
     def commit(self, positions: Positions) -> None:
         return None
 
