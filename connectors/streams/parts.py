@@ -51,11 +51,8 @@ class PartSource:
         self._mine = frozenset(self.parts)
         self._ahead: dict[int, dict[str, Any]] = {}
         self._place = 0
+        self.ended = False
         self.seek({})
-
-    @property
-    def ended(self) -> bool:
-        return self.source.ended
 
     def poll(self, max_records: int, timeout: float) -> Batch:
         batch = Batch([], [])
@@ -72,6 +69,7 @@ class PartSource:
                 self._ahead = {part: stands for part, stands in self._ahead.items() if stands["place"] > self._place}
             if not len(batch) and time.monotonic() >= deadline:
                 break
+        self.ended = self.source.ended
         return batch
 
     @staticmethod

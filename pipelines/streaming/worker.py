@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ import numpy as np
 import polars as pl
 
 from connectors.checkpoints import CheckpointStore
+from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
 from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
@@ -76,6 +77,10 @@ class StreamSummary:
     alarms: str | None = None
     dead_letters: str | None = None
     checkpoint: str | None = None
+    workers: int | None = None
+    """None: one, in this process."""
+    restarts: int | None = None
+    """Workers that were lost and started again."""
 
 
 def run(
@@ -99,6 +104,7 @@ def run(
     history: str | None = None,
     covariates: str | None = None,
     forecast: str = "every",
+    workers: int = 1,
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
 
@@ -107,6 +113,9 @@ def run(
     forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a `metrics_port`,
     `/forecast?unique_id=NAME` answers at any time.
 
+    workers: so many Ray actors share the partitions of the source, each with outputs of its own (`NAME.0.ndjson`, ...); see
+    `pipelines.streaming.workers`. A checkpoint that has had several workers takes any number again.
+
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the checkpoint when the
     output is a topic. The run's figures go to the tracking store, when and as soon as it answers. `progress` shows a line on standard
     error. `metrics_port` serves Prometheus metrics, `/healthz`, `/readyz` and `/forecast` on the loopback interface. Raises UserError.
@@ -114,16 +123,16 @@ def run(
     # Only here: a worker on a model in hand needs neither MLflow nor the training code.
     from pipelines import tracking
     from pipelines.forecasting.estimator import TitansForecaster
+    from pipelines.streaming.workers import Job, Workers, absolute, numbered, read_layout
 
     registered = tracking.load_model(model_name, version, tracking_uri)
     fitted = TitansForecaster.from_weights(registered.weights, registered.config)
-    model = stream_model(
-        fitted, f"{registered.name}/{registered.version}", covariates, id_column=id_column, time_column=time_column,
-        target_column=target_column,
-    )  # fmt: skip
+    named = f"{registered.name}/{registered.version}"
+    names: dict[str, Any] = {"id_column": id_column, "time_column": time_column, "target_column": target_column}
+    model = stream_model(fitted, named, covariates, **names)
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
     schedule = Schedule.parse(forecast)
-    past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
+    past = None if history is None else fitted.read(history, **names)
     columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
     base = Path(checkpoint if "://" in output else output).with_suffix("")
     for folder in (Path(checkpoint).parent, base.parent):
@@ -135,15 +144,25 @@ def run(
     }
     stop = Stop()
     with ExitStack() as stack:
-        stack.enter_context(stop.on_signals())
-        live = open_source(source, columns=columns, follow=follow, count_steps=policy.frequency.counts)
-        stack.callback(live.close)
-        sinks = {}
-        for name, place in places.items():
-            sinks[name] = open_sink(place)
-            stack.callback(sinks[name].close)
-        store = CheckpointStore(checkpoint)
-        stack.callback(store.close)
+        several = None
+        if workers > 1 or read_layout(checkpoint) is not None:
+            if max_events is not None:
+                raise UserError("--max-events counts the lines of one worker: leave it out where several share a source")
+            # A worker's folder is not ours.
+            job = Job(absolute(source), columns, follow, policy, schedule, {name: absolute(place) for name, place in places.items()})
+            table = None if covariates is None else absolute(covariates)
+            make = partial(_registered_model, registered.weights.read_bytes(), registered.config, named, table, names)
+            several = stack.enter_context(Workers(job, Path(checkpoint).absolute(), workers, make, past))
+        stack.enter_context(stop.on_signals())  # after Ray, which takes SIGTERM for itself
+        if several is None:
+            live = open_source(source, columns=columns, follow=follow, count_steps=policy.frequency.counts)
+            stack.callback(live.close)
+            sinks = {}
+            for name, place in places.items():
+                sinks[name] = open_sink(place)
+                stack.callback(sinks[name].close)
+            store = CheckpointStore(checkpoint)
+            stack.callback(store.close)
         dials = stack.enter_context(Dials(metrics_port, progress))
         about = {"source": source, "model": model.version, "checkpoint": str(checkpoint), "forecast": forecast, **policy.settings()}
         live_run = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=about))
@@ -153,28 +172,35 @@ def run(
             dials(step)
             figures(step)
 
-        summary = work(
-            model,
-            policy,
-            live,
-            store,
-            sinks["output"],
-            sinks["alarms"],
-            sinks["dead_letters"],
-            max_events=max_events,
-            stop=stop,
-            report=tell,
-            answer=dials.answer,
-            past=past,
-            schedule=schedule,
-        )
+        if several is not None:
+            summary = several.run(stop=stop, report=tell, answer=dials.answer)
+            places = {name: ", ".join(dict.fromkeys(numbered(place, i) for i in range(several.count))) for name, place in places.items()}
+        else:
+            summary = work(
+                model, policy, live, store, sinks["output"], sinks["alarms"], sinks["dead_letters"], max_events=max_events, stop=stop,
+                report=tell, answer=dials.answer, past=past, schedule=schedule,
+            )  # fmt: skip
     return replace(
         summary,
         checkpoint=str(checkpoint),
-        output=output,
+        output=places["output"],
         alarms=places["alarms"],
         dead_letters=places["dead_letters"],
     )
+
+
+def _registered_model(
+    weights: bytes, config: Mapping[str, Any], version: str, covariates: str | None, columns: Mapping[str, Any]
+) -> StreamModel:
+    """`stream_model` in another process, perhaps on another machine, which has not got the registry's files."""
+    from tempfile import NamedTemporaryFile
+
+    from pipelines.forecasting.estimator import TitansForecaster
+
+    with NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(weights)
+        file.flush()
+        return stream_model(TitansForecaster.from_weights(file.name, dict(config)), version, covariates, **columns)
 
 
 def stream_model(fitted: TitansForecaster, version: str, covariates: str | None = None, **columns: Any) -> StreamModel:
