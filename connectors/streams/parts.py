@@ -19,6 +19,8 @@ from connectors.streams.base import Batch, Positions, Records, Source
 
 # More workers than this cannot share a stream; stands in checkpoints, so it never changes.
 PARTS = 64
+# Lines of others are passed over for so long at once before the worker has its turn again.
+PASS_SECONDS = 0.2
 READ_ONCE = ("mqtt://", "mqtts://", "-")
 
 
@@ -67,7 +69,7 @@ class PartSource:
             self._keep(found, wanted, batch)
             if self._ahead:
                 self._ahead = {part: stands for part, stands in self._ahead.items() if stands["place"] > self._place}
-            if not len(batch) and time.monotonic() >= deadline:
+            if not len(batch) and time.monotonic() >= deadline + PASS_SECONDS:
                 break
         self.ended = self.source.ended
         return batch
