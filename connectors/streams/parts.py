@@ -117,7 +117,9 @@ def place_of(source: Source, lines: int) -> int:
 
 
 def open_parts(address: str, parts: Iterable[str], start: Mapping[str, Any] | None, **options: Any) -> Source:
-    """A reader for some partitions of the source at `address`. start: of virtual partitions; None: they are the broker's own."""
+    """A reader for some partitions of the source at `address`. start: of virtual partitions; None: they are the broker's own, and named as
+    in its positions (`TOPIC[3]`)."""
     if start is None:
-        return open_source(with_option(address, "partitions", ",".join(parts)), **options)
+        numbers = (part.rpartition("[")[2].removesuffix("]") for part in parts)
+        return open_source(with_option(address, "partitions", ",".join(numbers)), **options)
     return PartSource(open_source(address, **options), map(int, parts), start)

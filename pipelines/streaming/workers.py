@@ -574,7 +574,8 @@ class Workers:
             found = [answer for answer in answers if not isinstance(answer, str)]
             if not found:
                 raise UserError(answers[0] if answers else f"the worker of '{name}' is being started again: ask again")
-            frames.append(found[0])
+            # A stream that has read a history stands with all workers until its first event comes to one.
+            frames.append(max(found, key=lambda frame: frame["origin"][0]))
         return pl.concat(frames)
 
     def _together(self, parts: Sequence[StreamSummary], latencies: Sequence[float], seconds: float) -> StreamSummary:
