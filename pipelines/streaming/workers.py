@@ -224,6 +224,7 @@ def arrange(job: Job, checkpoint: str | Path, workers: int, make: Callable[[], S
     A worker that was killed has its last batch worked on again before its streams move: here, with the model of `make`.
     """
     folder, alone = folder_of(checkpoint), Path(checkpoint)
+    folder.mkdir(parents=True, exist_ok=True)
     layout, broker = read_layout(checkpoint), by_broker(job.source)
     if layout is not None and broker != (layout.start is None):
         raise UserError(f"the checkpoint '{checkpoint}' belongs to another source than '{job.source}': use another checkpoint")
@@ -398,6 +399,8 @@ class _Running:
     """What its `run` will return."""
     again: float = 0.0
     """When a lost one is started again."""
+    answers: bool = False
+    """Whether it has begun: an actor waits for a node with a free core."""
     losses: int = 0
     """Since its last commit."""
     committed: float = 0.0
@@ -452,17 +455,16 @@ class Workers:
         halted, told = False, begun
         try:
             for worker in workers:
-                self._start(worker, False)
-            while any(worker.summary is None for worker in workers):
+                self._start(worker)
+            while any(worker.run is not None or (worker.summary is None and not halted) for worker in workers):
                 self._look_after(workers)
                 if stop and not halted:
                     halted = True
                     for worker in workers:
-                        if worker.actor is not None:
-                            worker.actor.halt.remote()
+                        self._halt(worker)
                 for worker in workers:
-                    if worker.actor is None and worker.summary is None and time.monotonic() >= worker.again:
-                        self._start(worker, halted)
+                    if worker.actor is None and worker.summary is None and not halted and time.monotonic() >= worker.again:
+                        self._start(worker)
                 if time.monotonic() - told >= TELL_SECONDS:
                     told = time.monotonic()
                     self._gather(workers, latencies, report)
@@ -473,19 +475,29 @@ class Workers:
             for worker in workers:
                 if worker.actor is not None:
                     ray.kill(worker.actor)
+        if all(worker.summary is None for worker in workers):
+            raise UserError("stopped before a worker had begun; nothing was changed")
         return self._together([worker.summary for worker in workers if worker.summary is not None], latencies, time.monotonic() - begun)
 
-    def _start(self, worker: _Running, halted: bool) -> None:
-        """`halted`: it only settles."""
+    def _start(self, worker: _Running) -> None:
         import ray
 
         settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POLARS_MAX_THREADS": "1"}
         # One thread works, one answers the supervisor, one waits for the answer to a question.
         kind = ray.remote(StreamWorker).options(num_cpus=1, max_concurrency=3, runtime_env={"env_vars": settings})
-        worker.actor = kind.remote(self._job, worker.share)
-        if halted:
-            worker.actor.halt.remote()
+        worker.actor, worker.answers = kind.remote(self._job, worker.share), False
         worker.run = worker.actor.run.remote(self._model, self._history)
+
+    @staticmethod
+    def _halt(worker: _Running) -> None:
+        """It settles; one that has not begun, or waits for a node, has nothing to settle: its next start takes care of its journal."""
+        import ray
+
+        if worker.answers:
+            worker.actor.halt.remote()
+        elif worker.actor is not None:
+            ray.kill(worker.actor)
+            worker.actor = worker.run = None
 
     def _look_after(self, workers: Sequence[_Running]) -> None:
         """Take the summaries of workers that have ended, and let lost ones go for a while."""
@@ -528,8 +540,9 @@ class Workers:
                 step = ray.get(ref)
             except ray.exceptions.RayActorError:
                 continue  # the end of its run says so, too
+            worker = asked[ref]
+            worker.answers = True
             if step is not None:
-                worker = asked[ref]
                 worker.step, worker.losses, worker.committed = step, 0, time.monotonic()
                 fresh.append(step)
         if not fresh:

@@ -25,7 +25,7 @@ from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.event_time import EVERY, EventTime, Frequency, parse_duration
 from pipelines.streaming.slots import open_snapshot
 from pipelines.streaming.worker import Stop, StreamSummary
-from pipelines.streaming.workers import Job, Workers, arrange, checkpoints, numbered, read_layout, work_share
+from pipelines.streaming.workers import Job, StreamWorker, Workers, arrange, checkpoints, numbered, read_layout, work_share
 from tests import servers
 from tests.connectors.brokers import broker
 from tests.pipelines.test_streaming import MINUTE, OUTPUTS, START, events, run
@@ -41,8 +41,8 @@ def job(source: Path | str, folder: Path, **options) -> Job:
 
 def one_by_one(source: Path | str, folder: Path, workers: int) -> list[StreamSummary]:
     """The workers' shares, here and one after another: each only ever sees its own checkpoint and outputs."""
-    with Workers(job(source, folder), folder / "c.db", workers, toy_model) as several:
-        return [work_share(several._job, share, toy_model(), stop=Stop()) for share in several._shares]
+    what = job(source, folder)
+    return [work_share(what, share, toy_model(), stop=Stop()) for share in arrange(what, folder / "c.db", workers, toy_model)]
 
 
 def states(folder: Path, history: Set[str] = frozenset()) -> dict[str, tuple[dict, bytes]]:
@@ -89,20 +89,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Pa
 
 def some_of_it(source: Path | str, folder: Path, workers: int, **options) -> None:
     """Each worker in turn, stopped at another place of a source that goes on."""
-    with Workers(replace(job(source, folder, batch_rows=8), follow=True), folder / "c.db", workers, toy_model, **options) as several:
-        assert len(several._shares) == workers
-        for share in several._shares:
-            stop, seen = Stop(), []
+    what = replace(job(source, folder, batch_rows=8), follow=True)
+    shares = arrange(what, folder / "c.db", workers, toy_model)
+    assert len(shares) == workers
+    for share in shares:
+        stop, seen = Stop(), []
 
-            def report(step: Step, stop: Stop = stop, seen: list = seen, last: int = 2 + 3 * share.index) -> None:
-                seen.append(step)
-                if len(seen) == last:
-                    stop.set()
+        def report(step: Step, stop: Stop = stop, seen: list = seen, last: int = 2 + 3 * share.index) -> None:
+            seen.append(step)
+            if len(seen) == last:
+                stop.set()
 
-            out_of_lines = threading.Timer(0.4, stop.set)
-            out_of_lines.start()
-            work_share(several._job, share, toy_model(), stop=stop, report=report, past=several._past)
-            out_of_lines.cancel()
+        out_of_lines = threading.Timer(0.4, stop.set)
+        out_of_lines.start()
+        work_share(what, share, toy_model(), stop=stop, report=report, **options)
+        out_of_lines.cancel()
 
 
 def test_any_number_of_workers_over_restarts_is_one_worker(tmp_path: Path, undisturbed) -> None:
@@ -313,7 +314,7 @@ def supervised(source: Path, folder: Path, workers: int, disturb: Callable[[list
             finally:
                 stop.set()
 
-        thread = threading.Thread(target=disturber)
+        thread = threading.Thread(target=disturber, daemon=True)
         thread.start()
         summary = several.run(stop=stop, report=report, answer=dials.answer)
         thread.join()
@@ -360,13 +361,11 @@ def test_actors_killed_then_more_then_one(tmp_path: Path, undisturbed, ray_of_th
     assert rows(tmp_path) == rows(expected)
 
 
-def test_a_mistake_in_a_worker_is_one_line(tmp_path: Path, undisturbed, ray_of_three: None) -> None:
+def test_a_mistake_in_a_worker_comes_back_as_a_line(tmp_path: Path, undisturbed) -> None:
     lines, _ = undisturbed
     source = tmp_path / "e.ndjson"
     source.write_text("".join(lines))
     (tmp_path / "out.1.csv").write_text("of another run\n")
-    with pytest.raises(UserError, match=r"^worker 1: .*out\.1\.csv' already holds") as caught, Workers(
-        job(source, tmp_path), tmp_path / "c.db", 2, toy_model
-    ) as several:
-        several.run(stop=Stop())
-    assert "\n" not in str(caught.value)
+    what = job(source, tmp_path)
+    said = StreamWorker(what, arrange(what, tmp_path / "c.db", 2, toy_model)[1]).run(toy_model, None)
+    assert "out.1.csv' already holds" in said and "\n" not in said
