@@ -126,6 +126,7 @@ class Dials:
         registry = prometheus.CollectorRegistry()
         self._events = prometheus.Counter("tethys_events", "Lines by what became of them", ["verdict"], registry=registry)
         self._forecast = prometheus.Counter("tethys_forecasts", "Rows of forecasts", registry=registry)
+        self._without = prometheus.Counter("tethys_without_covariates", "Rows that lacked a covariate", registry=registry)
         self._alarms = prometheus.Counter("tethys_alarms", "Anomalies and drifts", registry=registry)
         self._bytes = prometheus.Gauge("tethys_checkpoint_bytes", "Bytes written to the checkpoint", registry=registry)
         self._lag = prometheus.Gauge("tethys_lag", "Records waiting in the source", registry=registry)
@@ -187,6 +188,7 @@ class Dials:
         ):
             self._events.labels(verdict).inc(new[verdict])
         self._forecast.inc(new["forecasts"])
+        self._without.inc(new["without_covariates"])
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import signal
 import threading
 import time
@@ -33,12 +34,13 @@ from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EVERY, EventTime, Frequency, Schedule, parse_duration
-from pipelines.streaming.figures import Figures
+from pipelines.streaming.figures import Figures, hint
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 
 if TYPE_CHECKING:
     from pipelines.forecasting.estimator import TitansForecaster
 
+LOGGER = logging.getLogger("tethys.stream")
 # Large enough that one step costs little an event, small enough that a batch is done well within 250 ms.
 BATCH_ROWS = 2048
 # Changed streams are written in turns over so many commits; a restart replays about as many batches.
@@ -81,6 +83,8 @@ class StreamSummary:
     """None: one, in this process."""
     restarts: int | None = None
     """Workers that were lost and started again."""
+    hint: str | None = None
+    """Why nothing, or less than a person would expect, was learnt."""
 
 
 def run(
@@ -168,9 +172,14 @@ def run(
         live_run = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=about))
         figures = stack.enter_context(Figures(live_run.log))
 
+        said = threading.Event()
+
         def tell(step: Step) -> None:
             dials(step)
             figures(step)
+            if step.counters["without_covariates"] and not said.is_set():  # at once: a live run has no end to say it at
+                said.set()
+                LOGGER.warning("rows lack covariates: '%s' has no such rows; write them before they come", covariates)
 
         if several is not None:
             summary = several.run(stop=stop, report=tell, answer=dials.answer)
@@ -186,6 +195,7 @@ def run(
         output=places["output"],
         alarms=places["alarms"],
         dead_letters=places["dead_letters"],
+        hint=hint(summary.counters, summary.events, places["dead_letters"]),
     )
 
 
