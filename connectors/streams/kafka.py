@@ -13,7 +13,7 @@ import polars as pl
 
 from connectors.errors import UserError
 from connectors.streams.address import Address, parse
-from connectors.streams.base import TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
+from connectors.streams.base import ARROW, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
 
 LOGGER = logging.getLogger("tethys.kafka")
 OPEN_SECONDS = 10.0
@@ -45,7 +45,7 @@ def _chosen(text: str | None, existing: list[int], topic: str) -> list[int]:
 
 
 class KafkaSource:
-    """The partitions of one topic, JSON values. Positions: `TOPIC[PARTITION]` -> next offset.
+    """The partitions of one topic, JSON or Arrow. Positions: `TOPIC[PARTITION]` -> next offset.
 
     `?partitions=0,2` in the address takes only these: several workers, each with its own checkpoint, share a topic so.
 
@@ -95,6 +95,8 @@ class KafkaSource:
             self.ends[number] = high
         self.partition_names = [f"{self.topic}[{number}]" for number in range(max(topic.partitions) + 1)]
         self.decoder = Decoder("json", columns, count_steps=count_steps)
+        self.rest: list[Any] = []
+        """Messages that were fetched and not taken yet."""
         self._assign()
 
     def _watermarks(self, number: int) -> tuple[int, int]:
@@ -109,7 +111,7 @@ class KafkaSource:
         if not self.follow and all(self.next[p] >= self.ends[p] for p in self.next):
             self.ended = True
             return Batch([], [])
-        messages: list[Any] = []
+        messages, self.rest = self.rest, []
         deadline = time.monotonic() + timeout
         while len(messages) < max_records:
             # With a first record in hand only what has already arrived is added; latency comes before batch size.
@@ -118,7 +120,20 @@ class KafkaSource:
             messages += found if self._error_free(found) else self._checked(found)
             if not found and (messages or time.monotonic() >= deadline):
                 break
+        if len(messages) > 1 and any((message.value() or b"").startswith(ARROW) for message in messages):
+            return self._some(messages, max_records)
         return self._decode(messages)
+
+    def _some(self, messages: list[Any], max_records: int) -> Batch:
+        """Messages of many records, taken until there are enough; the others wait."""
+        batch = Batch([], [])
+        for at, message in enumerate(messages):
+            if len(batch) >= max_records:
+                self.rest = messages[at:]
+                break
+            one = self._decode([message])
+            batch = Batch([*batch.records, *one.records], batch.dead + one.dead, batch.sent + one.sent)
+        return batch
 
     @staticmethod
     def _error_free(messages: list[Any]) -> bool:
@@ -153,9 +168,9 @@ class KafkaSource:
             messages = [message for message, use in zip(messages, wanted, strict=True) if use]
             partition, offset = partition[wanted], offset[wanted]
         lines = [message.value() or b"" for message in messages]
-        records, dead, good = self.decoder.decode_all(lines, self.partition_names, partition, offset)
+        records, dead, which = self.decoder.decode_all(lines, self.partition_names, partition, offset)
         sent = np.array([message.timestamp()[1] for message in messages]) / 1e3
-        return Batch(cast(list[Record], records), dead, sent[good].tolist())
+        return Batch(cast(list[Record], records), dead, sent[which].tolist())
 
     def positions(self) -> Positions:
         return {f"{self.topic}[{number}]": offset for number, offset in self.next.items()}
@@ -171,6 +186,7 @@ class KafkaSource:
             if not self.follow and offset > self.ends[known[name]]:
                 raise self._gone(known[name])
         self.ended = False
+        self.rest = []
         self._assign()
 
     def _gone(self, number: int) -> UserError:
