@@ -20,11 +20,16 @@ class KeyValues(NamedTuple):
     values: Tensor
 
 
-def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
+def frequencies(width: int, device: torch.device, base: float = 10_000.0) -> Tensor:
+    """Of the rotation of a head's pairs of channels (d / 2,): radians a position, in float32."""
+    half = width // 2
+    return base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+
+
+def rope(x: Tensor, position: Tensor) -> Tensor:
     """Rotary position embedding of x (B, H, T, d), d even, at integer positions (B, T)."""
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = (position[:, None, :, None].float() * frequency).to(x.dtype)  # (B, 1, T, d/2)
+    angle = (position[:, None, :, None].float() * frequencies(x.shape[-1], x.device)).to(x.dtype)  # (B, 1, T, d/2)
     cos, sin = angle.cos(), angle.sin()
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)

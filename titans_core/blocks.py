@@ -220,7 +220,8 @@ class Mac(nn.Module):
         position = ((place + torch.arange(length, device=x.device)) % self.length).expand(len(x), -1)
         q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         q, k = attention.rope(torch.cat((q, k), dim=1), position).chunk(2, dim=1)
-        fixed = self._keys_and_values(self.persistent.expand(len(x), -1, -1))
+        fixed = self.prefix()
+        fixed = KeyValues(fixed.keys.expand(len(x), -1, -1, -1), fixed.values.expand(len(x), -1, -1, -1))
         while start < length:
             stop = min(start + self.length - place, length)
             own = (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
@@ -228,6 +229,10 @@ class Mac(nn.Module):
             outputs.append(y)
             place, start = (place + stop - start) % self.length, stop
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
+
+    def prefix(self) -> KeyValues:
+        """Keys and values of the persistent tokens (1, H, P, d), without positions."""
+        return self._keys_and_values(self.persistent[None])
 
     def _keys_and_values(self, x: Tensor) -> KeyValues:
         """(B, T, D) -> keys without positions and values (B, H, T, d)."""

@@ -193,7 +193,7 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
-        if x.shape[1] > 1 and (form := self._native_form(x, state)):  # one token costs less part by part, and least in `in_place`
+        if x.shape[1] > 1 and (form := self.native_form(x, state)):  # one token costs less part by part, and least in `in_place`
             return self._whole(x, state, form)
         u = self.qkv(x)
         q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)
@@ -248,7 +248,7 @@ class NeuralMemory(nn.Module):
     def _whole(self, x: Tensor, state: MemoryState, form: native.Form) -> tuple[Tensor, MemoryState]:
         """`forward` as one native function, gradients included."""
         assert isinstance(state.memory, MatrixState | DeepState)
-        y, memory, tail = training.layer(x, state.conv, state.memory, self._native_weights(), self._native_init(), form)
+        y, memory, tail = training.layer(x, state.conv, state.memory, self.native_weights(), self.native_init(), form)
         return y, MemoryState(memory, tail)
 
     def in_place(self) -> Callable[[Tensor, MemoryState], Tensor]:
@@ -257,8 +257,8 @@ class NeuralMemory(nn.Module):
         The numbers are those of `forward`, to rounding. Where the native kernels take the rule, the whole layer is one call; elsewhere it
         is `forward`, copied over the state. The weights are those of now: make it anew when they change.
         """
-        form = self._native_form(self.qkv.weight[None], self.initial_state(1))
-        layer = None if form is None else native.Layer(self._native_weights(), self._native_init(), form)
+        form = self.native_form(self.qkv.weight[None], self.initial_state(1))
+        layer = None if form is None else native.Layer(self.native_weights(), self.native_init(), form)
 
         @torch.inference_mode()
         def step(x: Tensor, state: MemoryState) -> Tensor:
@@ -273,7 +273,7 @@ class NeuralMemory(nn.Module):
 
         return step
 
-    def _native_form(self, x: Tensor, state: MemoryState) -> native.Form | None:
+    def native_form(self, x: Tensor, state: MemoryState) -> native.Form | None:
         """This layer as the native kernels see it, or None where they do not run, are not asked for, or do not know the rule or the tensors."""
         config = self.config
         plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error and config.forget == "head"
@@ -289,12 +289,14 @@ class NeuralMemory(nn.Module):
             network=self.network, read=config.read, momentum=config.momentum, decay=config.decay, precision=config.precision,
         )  # fmt: skip
 
-    def _native_weights(self) -> tuple[Tensor, ...]:
+    def native_weights(self) -> tuple[Tensor, ...]:
+        """The weights as the native kernels take them."""
         return (
             self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight
         )  # fmt: skip
 
-    def _native_init(self) -> tuple[Tensor, ...] | None:
+    def native_init(self) -> tuple[Tensor, ...] | None:
+        """What the memory decays towards, None: zero."""
         return tuple(self.init) if self.config.decay_to_init else None
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
