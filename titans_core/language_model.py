@@ -24,6 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kernels import dispatch
 from titans_core import decoding, tokenizers
 from titans_core import state as value
 from titans_core.blocks import Backbone
@@ -150,7 +151,7 @@ class LanguageModel(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """(..., D) -> logits (..., V)."""
-        return F.linear(hidden, self.embedding)
+        return dispatch.project(hidden, self.embedding)
 
     def forward(self, tokens: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """tokens (B, T) int64 -> logits (B, T, V) of the token after each, and the state after the last one."""

@@ -40,7 +40,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
+        return dispatch.rms_norm(x, self.weight)
+
+
+class Linear(nn.Linear):
+    """A linear map without a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dispatch.project(x, self.weight)
 
 
 class CausalConv(nn.Module):
@@ -104,7 +114,7 @@ class NeuralMemory(nn.Module):
         super().__init__()
         self.config = config
         dim, heads, width = config.dim, config.heads, config.width
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = Linear(dim, 3 * dim)
         self.conv = CausalConv(3 * dim, config.conv)
         self.matrix, gated = config.matrix, config.rule in ("gated", "atlas++")
         if gated:
@@ -134,9 +144,9 @@ class NeuralMemory(nn.Module):
             self.gates.bias.copy_(torch.cat([torch.full((n,), x) for n, x in zip(counts, (math.log(0.02 / 0.98), 0.0, 0.0), strict=True)]))
         if config.window > 1:
             self.lags = _lags(config)
-        self.gate = nn.Linear(dim, dim, bias=False)
+        self.gate = Linear(dim, dim)
         self.norm = RMSNorm(width)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.out = Linear(dim, dim)
 
     def initial_state(self, batch: int) -> MemoryState:
         """Streams that have seen nothing: the learned initial memory, no momentum, an empty convolution."""
@@ -305,7 +315,7 @@ class NeuralMemory(nn.Module):
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, D): queries alone are made.
         """
         dim = self.config.dim
-        u = F.linear(x, self.qkv.weight[:dim])
+        u = dispatch.project(x, self.qkv.weight[:dim])
         mixed, tail = convolve(u, tail, self.conv.weight[:, :dim]), next_tail(u, tail)
         rows = unit(split_heads(F.silu(mixed), self.config.heads)) * self.length
         q = self._features(rows)
@@ -340,7 +350,7 @@ class KernelMemory(nn.Module):
         super().__init__()
         self.kind, self.config = kind, config
         dim, heads = config.dim, config.heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = Linear(dim, 3 * dim)
         self.conv = CausalConv(3 * dim, config.conv)
         self.log_tau = nn.Parameter(torch.zeros(heads))
         if kind == "dot":
@@ -350,9 +360,9 @@ class KernelMemory(nn.Module):
                 self.gates.bias.copy_(torch.tensor([0.0, math.log(0.02 / 0.98)])[: 1 + config.decay].repeat_interleave(heads))
         if kind == "swdt" or (kind == "dot" and config.window > 1):
             self.lags = _lags(config)
-        self.gate = nn.Linear(dim, dim, bias=False)
+        self.gate = Linear(dim, dim)
         self.norm = RMSNorm(config.width)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.out = Linear(dim, dim)
 
     def initial_state(self, batch: int) -> KernelMemoryState:
         """Streams that have seen nothing."""

@@ -533,6 +533,59 @@ static void matmul(Tensor a, bool ta, Tensor b, bool tb, Tensor c, int64_t mode,
   over_memories((M + step - 1) / step, run);
 }
 
+constexpr int64_t kRows = 64; // a unit of work of the elementwise parts
+
+template <class F>
+static void over_rows(int64_t rows, F f) { // f(begin, end, unit)
+  over_memories((rows + kRows - 1) / kRows, [&](int64_t from, int64_t to) {
+    for (int64_t u = from; u < to; ++u) f(u * kRows, (u + 1) * kRows < rows ? (u + 1) * kRows : rows, u);
+  });
+}
+
+static void swiglu_forward(Tensor h, Tensor out) {
+  int64_t n = out.size(-1), rows = out.numel() / n;
+  const float* from = dense(h, "h", 2 * rows * n);
+  float* to = (float*)dense(out, "out", rows * n);
+  over_rows(rows, [&](int64_t a, int64_t b, int64_t) { g_core->swiglu_forward(from, to, n, a, b); });
+}
+
+static void swiglu_backward(Tensor h, Tensor dout, Tensor dh) {
+  int64_t n = dout.size(-1), rows = dout.numel() / n;
+  const float *from = dense(h, "h", 2 * rows * n), *up = dense(dout, "dout", rows * n);
+  float* to = (float*)dense(dh, "dh", 2 * rows * n);
+  over_rows(rows, [&](int64_t a, int64_t b, int64_t) { g_core->swiglu_backward(from, up, to, n, a, b); });
+}
+
+static int64_t norm_units(int64_t rows) { return (rows + kRows - 1) / kRows; }
+
+static void norm_forward(Tensor x, Tensor weight, Tensor out, Tensor scale, double floor) {
+  int64_t D = weight.numel(), rows = scale.numel();
+  const float *from = dense(x, "x", rows * D), *w = dense(weight, "weight", D);
+  float *to = (float*)dense(out, "out", rows * D), *s = (float*)dense(scale, "scale", rows);
+  over_rows(rows, [&](int64_t a, int64_t b, int64_t) { g_core->norm_forward(from, w, to, s, D, (float)floor, a, b); });
+}
+
+// dweight (units, D): one row a unit of work, for the caller to sum.
+static void norm_backward(Tensor x, Tensor weight, Tensor scale, Tensor dout, Tensor dx, Tensor dweight) {
+  int64_t D = weight.numel(), rows = scale.numel();
+  const float *from = dense(x, "x", rows * D), *w = dense(weight, "weight", D), *s = dense(scale, "scale", rows);
+  const float* up = dense(dout, "dout", rows * D);
+  float *to = (float*)dense(dx, "dx", rows * D), *dw = (float*)dense(dweight, "dweight", norm_units(rows) * D);
+  over_rows(rows, [&](int64_t a, int64_t b, int64_t u) { g_core->norm_backward(from, w, s, up, to, dw + u * D, D, a, b); });
+}
+
+static void rope(Tensor x, Tensor cosine, Tensor sine, Tensor out, bool back) {
+  check(x, "x", 4);
+  RopeCall c{};
+  c.B = x.size(0), c.H = x.size(1), c.T = x.size(2), c.d = x.size(3), c.sign = back ? -1.0f : 1.0f;
+  int64_t angles = cosine.size(0);
+  STD_TORCH_CHECK(c.d % 2 == 0 && (angles == 1 || angles == c.B), "tethys_native: rope needs an even width, and angles for one stream or all");
+  c.b = angles == 1 ? 0 : c.T;
+  c.x = rows(x, "x", c.B, c.H, c.T, c.d), c.out = rows(out, "out", c.B, c.H, c.T, c.d);
+  c.cosine = dense(cosine, "cosine", angles * c.T * c.d / 2), c.sine = dense(sine, "sine", angles * c.T * c.d / 2);
+  over_memories(c.B * c.H, [&](int64_t a, int64_t b) { g_core->rope(c, a, b); });
+}
+
 static bool has_half() { return g_core->has_half(); }
 
 STABLE_TORCH_LIBRARY(tethys_native, m) {
@@ -563,6 +616,12 @@ STABLE_TORCH_LIBRARY(tethys_native, m) {
       "block_step(Tensor(a!) x, int kind, Tensor[] weights, Tensor(b!)[] state, Tensor(c!)[] counts, int heads, float length, "
       "float divisor, bool momentum, bool decay, int chunk, int read, bool lnorm, bool residual, float eps) -> ()");
   m.def("norm_times(Tensor x, Tensor norm, Tensor weight, Tensor(a!) y) -> ()");
+  m.def("swiglu_forward(Tensor h, Tensor(a!) out) -> ()");
+  m.def("swiglu_backward(Tensor h, Tensor dout, Tensor(a!) dh) -> ()");
+  m.def("norm_units(int rows) -> int");
+  m.def("norm_forward(Tensor x, Tensor weight, Tensor(a!) out, Tensor(b!) scale, float floor) -> ()");
+  m.def("norm_backward(Tensor x, Tensor weight, Tensor scale, Tensor dout, Tensor(a!) dx, Tensor(b!) dweight) -> ()");
+  m.def("rope(Tensor x, Tensor cosine, Tensor sine, Tensor(a!) out, bool back) -> ()");
   m.def("deep_count(Tensor phase, Tensor? write, int T, int chunk) -> int");
   m.def("deep_saved(int din, int dout, int h) -> int");
   m.def(
@@ -581,6 +640,7 @@ STABLE_TORCH_LIBRARY_IMPL(tethys_native, CompositeExplicitAutograd, m) {
   m.impl("select_width", TORCH_BOX(&select_width));
   m.impl("fma_flops", TORCH_BOX(&fma_flops));
   m.impl("has_half", TORCH_BOX(&has_half));
+  m.impl("norm_units", TORCH_BOX(&norm_units));
   m.impl("linear_saved", TORCH_BOX(&linear_saved));
   m.impl("deep_saved", TORCH_BOX(&deep_saved));
 }
@@ -593,6 +653,11 @@ STABLE_TORCH_LIBRARY_IMPL(tethys_native, CPU, m) {
   m.impl("gate_forward", TORCH_BOX(&gate_forward));
   m.impl("gate_backward", TORCH_BOX(&gate_backward));
   m.impl("layer", TORCH_BOX(&layer));
+  m.impl("swiglu_forward", TORCH_BOX(&swiglu_forward));
+  m.impl("swiglu_backward", TORCH_BOX(&swiglu_backward));
+  m.impl("norm_forward", TORCH_BOX(&norm_forward));
+  m.impl("norm_backward", TORCH_BOX(&norm_backward));
+  m.impl("rope", TORCH_BOX(&rope));
   m.impl("block_step", TORCH_BOX(&block_step));
   m.impl("norm_times", TORCH_BOX(&norm_times));
   m.impl("matmul", TORCH_BOX(&matmul));

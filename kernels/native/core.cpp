@@ -7,6 +7,7 @@
 #include "layer.h"
 #include "layer_forward.h"
 #include "layer_step.h"
+#include "elementwise.h"
 
 namespace {
 
@@ -46,4 +47,5 @@ extern const tethys::Core TETHYS_CORE;
 const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
                                   deep_step, heads_forward, heads_backward, gate_forward, gate_backward,
                                   product, has_half, matmul, layer_step, layer_forward, block_step, norm_times,
+                                  swiglu_forward, swiglu_backward, norm_forward, norm_backward, rope,
                                   linear_saved, deep_count, deep_saved, fma};

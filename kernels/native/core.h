@@ -151,6 +151,14 @@ struct BlockCall {
   float* anchor[2]; // W, S of a matrix memory or W1, W2 of a deep one, that are read and not written
 };
 
+// Rotary positions: x (B, H, T, d) -> out; cosine and sine (1 or B, T, d / 2). sign -1 turns back, which is the gradient.
+struct RopeCall {
+  long B, H, T, d, b; // b: rows of cosine from stream to stream, 0 where all are alike
+  float sign;
+  Rows x, out;
+  const float *cosine, *sine;
+};
+
 // One table a vector width. Every function works on the memories [begin, end) of the B * H in a call.
 struct Core {
   int width; // floats a vector
@@ -172,6 +180,11 @@ struct Core {
   void (*layer_forward)(const StepCall&, long begin, long end); // streams, not memories
   void (*block_step)(const BlockCall&, long begin, long end); // streams
   void (*norm_times)(long n, long N, long D, const float* x, const float* norm, const float* W, float* y);
+  void (*swiglu_forward)(const float* h, float* out, long n, long begin, long end); // rows
+  void (*swiglu_backward)(const float* h, const float* dout, float* dh, long n, long begin, long end);
+  void (*norm_forward)(const float* x, const float* w, float* out, float* scale, long D, float floor, long begin, long end);
+  void (*norm_backward)(const float* x, const float* w, const float* scale, const float* dy, float* dx, float* dw, long D, long begin, long end);
+  void (*rope)(const RopeCall&, long begin, long end);
   size_t (*linear_saved)(const LinearCall&); // floats a memory
   long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
   size_t (*deep_saved)(const DeepCall&);     // floats a block
