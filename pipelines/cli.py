@@ -43,6 +43,7 @@ from pipelines.genomics import commands as genomics
 from pipelines.language import commands as language
 from pipelines.registry import commands as registry
 from pipelines.serving import commands as serving
+from pipelines.streaming import commands as streaming
 
 app = typer.Typer(
     name="tethys",
@@ -57,6 +58,7 @@ app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
+app.add_typer(streaming.live, name="stream")
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
 app.add_typer(language.app, name="lm")
@@ -275,7 +277,7 @@ def missing_future(
     typer.echo(f"{lacking.height} rows missing" + (f", written to {output}" if output else ""))
 
 
-@app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
+@streaming.live.command("source", epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
     source: Annotated[
         str,
@@ -320,6 +322,7 @@ def stream(
     forecast: Annotated[
         str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")
     ] = "every",
+    workers: streaming.WorkerCount = 1,
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -345,8 +348,21 @@ def stream(
         history=history,
         forecast=forecast,
         covariates=covariates,
+        workers=workers,
     )
     _show(result, as_json)
+
+
+@streaming.live.command("run", epilog="Example: tethys stream run stream.yaml --workers 4")
+def stream_run(
+    job: Annotated[Path, typer.Argument(help="Stream file, YAML (docs/examples/stream.yaml).")],
+    workers: Annotated[int | None, typer.Option(min=1, help="So many workers instead of the number in the file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the stream of a file: forecast and learn row by row, until its source ends or a signal comes."""
+    from pipelines.streaming import job as stream_job
+
+    _show(stream_job.run(stream_job.read(job), workers, progress=sys.stderr.isatty()), as_json)
 
 
 Checkpoint = Annotated[Path, typer.Option(help="The checkpoint given to `tethys stream`.")]

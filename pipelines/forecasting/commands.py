@@ -65,15 +65,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON
 class TableByDefault(TyperGroup):
     """`tethys forecast run JOB` runs a job file; `tethys forecast TABLE` is the forecast of one table."""
 
+    default = "table"
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
-            args = ["table", *args]
+            args = [self.default, *args]
         return super().resolve_command(ctx, args)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Options before the table belong to the default command too.
         if args and args[0].startswith("-") and args[0] not in ("--help", "-h"):
-            args = ["table", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 

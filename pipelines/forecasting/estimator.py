@@ -27,6 +27,7 @@ from pipelines.forecasting.covariates import Calendar, Encoder
 from pipelines.windows import Panel, continue_grid, panel
 from titans_core.config import Mixer, Rule
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
+from titans_core.forecaster_row import ForecasterRow, unsupported
 from titans_core.learner import Learner, LearnerState, gain_on
 from titans_core.outcome import OutcomeConfig, OutcomeMemory
 from titans_core.patches import PatchConfig
@@ -192,6 +193,11 @@ class TitansForecaster(BaseEstimator):
     def memory_(self) -> Forecaster | Learner:
         """What reads and forecasts a stream: the forecaster, with its outcome memory where it has one."""
         return self.forecaster_ if self.outcome_ is None else Learner(self.forecaster_, self.outcome_)
+
+    @property
+    def in_place(self) -> ForecasterRow | None:
+        """The native form of `memory_`, where it has one."""
+        return None if self.outcome_ is not None or unsupported(self.forecaster_) else ForecasterRow(self.forecaster_)
 
     def remember(self, table: Panel) -> TitansForecaster:
         """Forget all series; fresh memories read those of a panel from first row to last. Trains nothing."""
@@ -461,6 +467,7 @@ class TitansForecaster(BaseEstimator):
         phase = phases(self.frequency_, model.config.seasons, self.zone)
         given, static = self.encoder_.of_panel(table)
         lengths, parts, order = table.lengths, [], []
+        in_place = self.in_place
         with torch.inference_mode():
             # Series of one length together: no padding, and equal numbers however many share a call.
             for length in np.unique(lengths):
@@ -473,12 +480,15 @@ class TitansForecaster(BaseEstimator):
                     )
                     # Most series of a table stand at the same stamps: their calendar is worked out once.
                     alike = (ds == ds[0]).all()
-                    calendar = self._slots(phase, ds[0])[None].repeat(len(ds), 0) if alike else np.stack([self._slots(phase, row) for row in ds])
-                    slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=2)
+                    calendar = np.stack([self._slots(phase, row) for row in (ds[:1] if alike else ds)])
+                    which_run = np.zeros(len(ds), np.int64) if alike else np.arange(len(ds))
                     state: Any = model.initial_state(len(some))
-                    parts.append(
-                        model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
-                    )
+                    if in_place is not None:
+                        in_place.observe(state, *map(torch.from_numpy, (y, seen, calendar, which_run)))
+                    else:
+                        slots = calendar[which_run] if self.outcome_ is not None else np.concatenate([calendar[which_run], beside], axis=2)
+                        state = model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
+                    parts.append(state)
                     order.append(some)
             place = np.argsort(np.concatenate(order))
             return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1], static
@@ -515,10 +525,14 @@ class TitansForecaster(BaseEstimator):
         grid = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in ends])
         stamps = grid[which]
         beside = self.encoder_.of_future(ids, last_ds, static, future, config.horizon)
-        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in grid])[which], beside], axis=2))
+        calendar = np.stack([phase(row) for row in grid])
+        in_place = self.in_place
         with torch.inference_mode():
-            mean = model.expected(state, ahead).numpy()
-            around = model.forecast(state, ahead).numpy()
+            if in_place is not None:
+                mean, around = (part.numpy() for part in in_place.ahead(state, torch.from_numpy(calendar), torch.from_numpy(which)))
+            else:
+                ahead = torch.from_numpy(np.concatenate([calendar[which], beside], axis=2))
+                mean, around = model.expected(state, ahead).numpy(), model.forecast(state, ahead).numpy()
         columns: dict[str, Any] = {
             "unique_id": np.repeat(np.array(ids, dtype=object), config.horizon).tolist(),
             "ds": stamps.reshape(-1),

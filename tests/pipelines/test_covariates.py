@@ -165,6 +165,9 @@ def test_a_stream_whose_future_is_not_known_gives_no_number(fitted: TitansForeca
     engine.model.beside.__self__._looked = -1e9  # type: ignore[union-attr]
     later = engine.step(Arrivals([Record("s1", int(times[59]), 1.0, None, "p", 59)]), 3).forecasts
     assert later["q0.5"].explode().null_count() == 0
+    nobody = Record("nobody", int(times[59]), 1.0, None, "p", 60)
+    assert "without_covariates" not in engine.step(Arrivals([Record("s1", int(times[59]) + 3_600_000_000, 1.0, None, "p", 59)]), 4).counters
+    assert engine.step(Arrivals([nobody]), 5).counters["without_covariates"] == 1
     with pytest.raises(UserError, match="give a table of these covariates"):
         stream_model(fitted, "sales/1")
     for options in ({}, {"calendar": ("hour",)}):
