@@ -77,6 +77,10 @@ class KafkaSource:
                 "enable.partition.eof": False,
                 # Events wait no longer at the end of a topic. Pausing an idle consumer instead would cost them half a second.
                 "fetch.wait.max.ms": 20,
+                # The next fetch of a partition waits until all that is here is taken, and so long. A broker that answers an empty fetch
+                # at once instead of holding it back would otherwise be asked fifty thousand times a second, a core's worth on either side.
+                "queued.min.messages": 1,
+                "fetch.queue.backoff.ms": 10,
             },
             logger=LOGGER,
         )
@@ -116,7 +120,8 @@ class KafkaSource:
         while len(messages) < max_records:
             # With a first record in hand only what has already arrived is added; latency comes before batch size.
             wait = 0.0 if messages else max(0.0, deadline - time.monotonic())
-            found = self.consumer.consume(max_records - len(messages), timeout=wait)
+            # Asked for more than one, the client waits out the whole timeout unless there are so many.
+            found = self.consumer.consume(max_records - len(messages) if messages else 1, timeout=wait)
             messages += found if self._error_free(found) else self._checked(found)
             if not found and (messages or time.monotonic() >= deadline):
                 break

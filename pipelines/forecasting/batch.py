@@ -18,6 +18,7 @@ import importlib.metadata
 import io
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -289,6 +290,9 @@ def run_shards(job: Job, model: Loaded, as_of: str, tell: Any = lambda part: Non
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         source = _staged(job.input, job.input.id_column, folder / "input.parquet")
+        if job.future is not None and not model.estimator.encoder_.ahead:
+            # No mistake that may stop a night: the next version of the model may want them again.
+            print(f"warning: {model.name} knows no covariate ahead, and reads nothing of the future {job.future.uri}", file=sys.stderr)
         future = None if job.future is None else _staged(job.future, job.input.id_column, folder / "future.parquet")
         shards, no_id = _shards(job, model, as_of, source, folder)
         parts = []

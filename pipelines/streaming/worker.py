@@ -45,6 +45,9 @@ LOGGER = logging.getLogger("tethys.stream")
 BATCH_ROWS = 2048
 # Changed streams are written in turns over so many commits; a restart replays about as many batches.
 SNAPSHOT_SHARE = 128
+# Half of what a batch costs is the same for one event as for a thousand (SQL, a file, some hundred calls): events gather so long before the
+# next one, unless the last was full.
+GATHER_SECONDS = 0.04
 POLL_SECONDS = 0.2
 LATENCIES_KEPT = 100_000
 # Millions of small, acyclic objects pass through; at Python's own threshold its cycle collector takes a sixth of the time.
@@ -224,6 +227,8 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
     from titans_core.learner import Learner
 
     config = fitted.forecaster_.config
+    if covariates is not None and not fitted.encoder_.names:
+        raise UserError(f"the model {version} was trained without covariates, and a table of them is given: leave {covariates} out")
     beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
     memory = fitted.memory_
     row: Any = None
@@ -314,7 +319,7 @@ def work(
     if progress.positions:
         source.seek(progress.positions)
     counters: Counter[str] = Counter(progress.counters)
-    intake = _Intake(source, engine, batch_rows, max_events, stop, counters["received"])
+    intake = _Intake(source, engine, batch_rows, max_resident, max_events, stop, counters["received"])
     latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
     batch, batches = progress.done + 1, 0
     accepted = pending is not None
@@ -457,27 +462,41 @@ class _Trim:
 class _Intake:
     """Cuts the source into batches; at its end lets the events through that still wait for a watermark."""
 
-    def __init__(self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int):
+    def __init__(
+        self, source: Source, engine: Engine, batch_rows: int, most: int, max_events: int | None, stop: Stop, received: int
+    ):  # fmt: skip
         self._source, self._engine, self._stop = source, engine, stop
-        self._batch_rows = batch_rows
+        self._batch_rows, self._most = batch_rows, most
         self._last = None if max_events is None else received + max_events
         self.received = received
         self.finished = False
         self.reason = "end of the source"
+        self._next = 0.0
+        """Until then (on the monotonic clock) events gather."""
 
     def take(self, batch: int, timeout: float) -> Taken | None:
-        """What arrived for `batch`, or None: nothing yet, or (`finished`) nothing any more."""
+        """What arrived for `batch`, or None: nothing yet, or (`finished`) nothing any more. Waits up to `timeout` seconds for the first
+        event; without a timeout not for more to gather, either."""
         if self._stop or (self._last is not None and self.received >= self._last):
             self.finished = True
             self.reason = "signal" if self._stop else "max_events"
             return None
-        # Batches end at multiples of their size, whatever was polled before: cut by position, not by time.
+        early = self._next - time.monotonic()
+        if early > 0:
+            if not timeout:
+                return None
+            time.sleep(early)
+        # Batches end at multiples of their size, whatever was polled before: cut by position, not by time. What is left of one when it was
+        # begun in its second half goes with the next: a few rows cost as much as many.
         room = self._batch_rows - self.received % self._batch_rows
+        if 2 * room < self._batch_rows and room + self._batch_rows <= self._most:
+            room += self._batch_rows
         if self._last is not None:
             room = min(room, self._last - self.received)
         polled = self._source.poll(room, timeout)
         if len(polled):
             self.received += len(polled)
+            self._next = 0.0 if len(polled) >= room else time.monotonic() + GATHER_SECONDS
             sent = np.array(polled.sent) if polled.sent else np.full(len(polled.records), time.time())
             return Taken(Arrivals(polled.records, polled.dead), sent, self._source.positions())
         if not self._source.ended:
