@@ -292,7 +292,7 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
         taken = step.counters["received"] - before
         times.append((now, taken))
         latencies.add(step.latencies_ms)
-        steps.add([step.step_ms])
+        steps.add(step.steps_ms)
         lags[0] = max(lags[0], step.lag or 0)
         if now - told[0] > 1.0:
             told[0] = now

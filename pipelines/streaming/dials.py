@@ -41,17 +41,14 @@ class Step:
     lag: int | None
     """Records that wait in the source; None where it cannot tell."""
     checkpoint_bytes: int
-<<<<<<< HEAD
-    step_ms: float
-    """Of the batch: clocks, memories, monitors and rows, without source and sinks."""
-=======
+    steps_ms: np.ndarray
+    """Of each batch: clocks, memories, monitors and rows, without source and sinks."""
     lags: dict[str, int] = field(default_factory=dict)
     """Partition, or worker -> records that wait there; empty where one worker reads all."""
     silent: float = 0.0
     """Seconds since the last commit; of several workers, of the one that has been silent for longest."""
     restarts: int = 0
     """Workers that were lost and started again."""
->>>>>>> main
 
 
 class Dials:
@@ -198,7 +195,8 @@ class Dials:
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)
-        self._step.observe(step.step_ms / 1e3)
+        for took in step.steps_ms.tolist():
+            self._step.observe(took / 1e3)
         for latency in step.latencies_ms.tolist():
             self._latency.observe(latency / 1e3)
         if step.lag is not None:

@@ -361,7 +361,7 @@ def work(
         engine.slots.committed(job.snapshots)
         source.commit(job.taken.positions)
         if report is not None:
-            told = (waited, job.outcome.mean_surprise, source.lag(), store.bytes_written, job.step_ms)
+            told = (waited, job.outcome.mean_surprise, source.lag(), store.bytes_written, np.array([job.step_ms]))
             report(Step(job.counters, len(engine.slots), *told))
 
     with _seldom_collected(), ThreadPoolExecutor(1, "finish") as thread:
