@@ -32,9 +32,9 @@ PEERS = {"titans_pytorch": "vs_titans_pytorch", "python_titans_miras": "vs_pytho
 
 
 class Side:
-    """One model: a training pass over tokens (B, T + 1), and the ids that it generates after a prompt (1, t)."""
+    """One model: a training pass over tokens (B, T + 1), and how many tokens it generated after a prompt (1, t)."""
 
-    def __init__(self, model: Any, loss: Callable[[Any], Any], generate: Callable[[Any, int], Any]) -> None:
+    def __init__(self, model: Any, loss: Callable[[Any], Any], generate: Callable[[Any, int], int]) -> None:
         self.model, self.loss, self.generate = model, loss, generate
 
     @property
@@ -50,6 +50,7 @@ def ours(layers: str, size: int) -> Side:
     from titans_core import generation
     from titans_core.config import BackboneConfig, MemoryConfig, Mixer
     from titans_core.language_model import LanguageModel, LanguageModelConfig
+    from titans_core.tokenizers import ByteTokenizer
 
     def make(feed_forward: float) -> LanguageModel:
         mixer: Mixer = layers  # type: ignore[assignment]
@@ -60,20 +61,17 @@ def ours(layers: str, size: int) -> Side:
         return LanguageModel(LanguageModelConfig(vocabulary=256, backbone=backbone))
 
     bare = make(8 / DIM).parameters_count
-    model = make((size - bare) / (BLOCKS * 3 * DIM * DIM))
+    model, tokenizer = make((size - bare) / (BLOCKS * 3 * DIM * DIM)), ByteTokenizer([])
 
     def loss(tokens: torch.Tensor) -> torch.Tensor:
         logits, _ = model(tokens[:, :-1], model.initial_state(len(tokens)))
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    def generate(prompt: torch.Tensor, count: int) -> list[int]:
+    def generate(prompt: torch.Tensor, count: int) -> int:
         [(_, talk)] = generation.read(model, prompt.tolist())
-        sampling, ids = generation.Sampling(min_p=0.1, seed=0), []
-        for _ in range(count):
-            token = generation.draw(talk, sampling, [0])
-            ids.append(int(token))
-            talk = generation.step(model, talk, token)
-        return ids
+        writing = generation.Writing(model, tokenizer, talk, sampling=generation.Sampling(min_p=0.1), limit=count)
+        assert len(list(writing)) > 0
+        return int(writing.conversation().count) - prompt.shape[1]
 
     return Side(model, loss, generate)
 
@@ -100,9 +98,9 @@ def python_titans_miras() -> Side:
     return Side(model, lambda tokens: model(tokens, return_loss=True), _sample(model))
 
 
-def _sample(model: Any) -> Callable[[Any, int], Any]:
-    def generate(prompt: Any, count: int) -> Any:
-        return model.sample(prompt, PROMPT + count, use_cache=True, show_progress=False)[0].tolist()
+def _sample(model: Any) -> Callable[[Any, int], int]:
+    def generate(prompt: Any, count: int) -> int:
+        return len(model.sample(prompt, PROMPT + count, use_cache=True, show_progress=False)[0].tolist())
 
     return generate
 
@@ -120,11 +118,11 @@ def llama(size: int) -> Side:
     bare = sum(parameter.numel() for parameter in make(8).parameters())
     model = make(8 * round((size - bare) / (BLOCKS * 3 * DIM) / 8) + 8)
 
-    def generate(prompt: torch.Tensor, count: int) -> Any:
+    def generate(prompt: torch.Tensor, count: int) -> int:
         mask = torch.ones_like(prompt)
         with torch.inference_mode():
             made = model.generate(prompt, attention_mask=mask, max_new_tokens=count, min_new_tokens=count, do_sample=True, min_p=0.1)
-            return made[0, PROMPT:].tolist()
+            return len(made[0, PROMPT:].tolist())
 
     return Side(model, lambda tokens: model(input_ids=tokens, labels=tokens).loss, generate)
 
@@ -161,7 +159,7 @@ def main() -> None:
     def generate(side: Side) -> Callable[[], None]:
         def run() -> None:
             side.model.eval()
-            assert len(side.generate(prompt, options.tokens)) == options.tokens
+            assert side.generate(prompt, options.tokens) == options.tokens
 
         return run
 

@@ -62,6 +62,35 @@ def in_turns(sides: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, l
     return seconds
 
 
+class Runs:
+    """The finished runs of a benchmark that takes hours, a JSON line each in a file that grows: called again, it goes on where it ended.
+
+    path: None keeps nothing. settings: what all runs have in common; a file of other settings is refused. seconds: no run begins so long after
+    this object was made, by the clock, and those left out are None.
+    """
+
+    def __init__(self, path: Path | None, settings: Mapping[str, Any], seconds: float = float("inf")) -> None:
+        self.path, self.settings, self.end = path, dict(settings), time.monotonic() + seconds
+        self.kept: dict[tuple[Any, ...], dict[str, Any]] = {}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        for line in map(json.loads, lines):
+            if line["settings"] != self.settings:
+                sys.exit(f"{path} holds runs of other settings ({line['settings']}, asked for {self.settings}): name another file")
+            self.kept[tuple(line["key"])] = line["run"]
+
+    def __call__(self, key: tuple[Any, ...], work: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
+        """The run of that key: the one in the file, or a new one that is then added to it."""
+        if key in self.kept:
+            return self.kept[key]
+        if time.monotonic() > self.end:
+            return None
+        self.kept[key] = run = work()
+        if self.path is not None:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"key": key, "settings": self.settings, "commit": _commit(), "run": run}) + "\n")
+        return run
+
+
 def ratio(slow: list[float], fast: list[float]) -> dict[str, float]:
     """How many times faster `fast` is, from rounds run in turns: the median over rounds, the lowest, the highest."""
     each = [a / b for a, b in zip(slow, fast, strict=True)]

@@ -20,12 +20,22 @@ class KeyValues(NamedTuple):
     values: Tensor
 
 
-def rope(x: Tensor, position: Tensor, base: float = 10_000.0) -> Tensor:
-    """Rotary position embedding of x (B, H, T, d), d even, at integer positions (B, T)."""
+def frequencies(width: int, device: torch.device, base: float = 10_000.0) -> Tensor:
+    """Of the rotation of a head's pairs of channels (d / 2,): radians a position, in float32."""
+    half = width // 2
+    return base ** (-torch.arange(half, device=device, dtype=torch.float32) / half)
+
+
+def rotation(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (B, T, d / 2) of the angles at integer positions (B, T); the angles are rounded to float32."""
+    angle = (position[..., None].float() * frequencies(width, position.device)).to(dtype)
+    return angle.cos(), angle.sin()
+
+
+def rope(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary position embedding of x (B, H, T, d), d even, at integer positions (1 or B, T)."""
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angle = (position[:, None, :, None].float() * frequency).to(x.dtype)  # (B, 1, T, d/2)
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = (each[:, None] for each in rotation(position, x.shape[-1], x.dtype))
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import heads, linear, mlp, muon, omega
+from kernels import attention, heads, linear, mlp, muon, omega
 from kernels import newton_schulz as orthogonalisation
 from kernels.linear import MatrixState, StaleState
 from kernels.mlp import Affine, DeepState
@@ -30,6 +31,7 @@ Precision = Literal["float32", "bfloat16"]
 
 VARIABLE = "TETHYS_KERNELS"
 NAMES = ("torch", "native", "triton")
+FEW = 8  # rows of a product below which the native form gains nothing
 NATIVE_TAPS = 8  # longest convolution of the native form
 FORMS = {  # the implementations each rule has beside torch's
     "linear_exact": ("native", "triton"),
@@ -282,11 +284,45 @@ def gated_norm(y: Tensor, g: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+def project(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T: x (..., K), weight (N, K) -> (..., N)."""
+    if x.numel() < FEW * x.shape[-1] or not _elementwise(x, weight):
+        return F.linear(x, weight)
+    y: Tensor = _load("native.elementwise").project(x, weight)
+    return y
+
+
+def swiglu(h: Tensor) -> Tensor:
+    """silu(gate) up of h (..., 2 n) = [gate | up] -> (..., n)."""
+    if not _elementwise(h):
+        gate, up = h.chunk(2, dim=-1)
+        return F.silu(gate) * up
+    y: Tensor = _load("native.elementwise").swiglu(h)
+    return y
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """x / sqrt(mean x^2 + RMS_FLOOR) weight over the last axis."""
+    if not _elementwise(x, weight):
+        return F.rms_norm(x, weight.shape, weight, heads.RMS_FLOOR)
+    y: Tensor = _load("native.elementwise").rms_norm(x, weight, heads.RMS_FLOOR)
+    return y
+
+
+def rope(x: Tensor, position: Tensor) -> Tensor:
+    """As `kernels.attention.rope`."""
+    if not _elementwise(x):
+        return attention.rope(x, position)
+    cosine, sine = attention.rotation(position, x.shape[-1], x.dtype)
+    y: Tensor = _load("native.elementwise").rope(x, cosine, sine)
+    return y
+
+
 def _elementwise(*tensors: Tensor) -> bool:
     """Whether the native form of the parts around a memory runs. There is no Triton form, and forcing one concerns the memories only."""
     from kernels import native
 
-    return forced() in (None, "native") and not native.supports(*tensors)
+    return forced() in (None, "native") and not native.supports(*tensors) and not torch.is_autocast_enabled("cpu")
 
 
 def _load(name: str) -> Any:

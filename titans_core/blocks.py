@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import attention
+from kernels import attention, dispatch
 from kernels.attention import KeyValues
 from kernels.heads import split_heads
 from titans_core import state as value
 from titans_core.config import BackboneConfig
-from titans_core.memory import KernelMemory, Memory, MemoryState, NeuralMemory, RMSNorm
+from titans_core.memory import KernelMemory, Linear, Memory, MemoryState, NeuralMemory, RMSNorm
 
 
 class SwiGLU(nn.Module):
@@ -31,12 +31,11 @@ class SwiGLU(nn.Module):
     def __init__(self, dim: int, expansion: float) -> None:
         super().__init__()
         hidden = 8 * round(dim * expansion / 8)
-        self.gate_up = nn.Linear(dim, 2 * hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.gate_up = Linear(dim, 2 * hidden)
+        self.down = Linear(hidden, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        down: Tensor = self.down(F.silu(gate) * up)
+        down: Tensor = self.down(dispatch.swiglu(self.gate_up(x)))
         return down
 
 
@@ -58,6 +57,13 @@ class Lmm(nn.Module):
         return cast("tuple[Tensor, Any]", self.memory(x, state))
 
 
+def _turned(qkv: Tensor, heads: int, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, T, 3 D) -> queries and keys at their positions (1 or B, T), and values, each (B, H, T, d)."""
+    width = qkv.shape[-1] // 3
+    q, k = dispatch.rope(split_heads(qkv[..., : 2 * width], 2 * heads), position).chunk(2, dim=1)
+    return q, k, split_heads(qkv[..., 2 * width :], heads)
+
+
 @dataclass(frozen=True)
 class AttentionState:
     """Kept keys and values, and how many tokens each stream has had (B,)."""
@@ -72,8 +78,8 @@ class Attention(nn.Module):
     def __init__(self, config: BackboneConfig, window: int) -> None:
         super().__init__()
         self.heads, self.window = config.memory.heads, window
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.qkv = Linear(config.dim, 3 * config.dim)
+        self.out = Linear(config.dim, config.dim)
         self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
 
     def initial_state(self, batch: int) -> AttentionState:
@@ -89,9 +95,8 @@ class Attention(nn.Module):
         return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
 
     def forward(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         position = state.seen[:, None] + torch.arange(x.shape[1], device=x.device)
-        q, k = attention.rope(q, position), attention.rope(k, position)
+        q, k, v = _turned(self.qkv(x), self.heads, position)
         y, past = attention.sliding_window(q, k, v, state.past, state.seen, self.prefix())
         return self.out(y.transpose(1, 2).flatten(-2)), AttentionState(past, state.seen + x.shape[1])
 
@@ -113,10 +118,8 @@ class FullAttention(Attention):
         return GrowingState(super().initial_state(batch).past)
 
     def forward(self, x: Tensor, state: GrowingState) -> tuple[Tensor, GrowingState]:  # type: ignore[override]
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         before, length = state.past.keys.shape[2], x.shape[1]
-        position = (before + torch.arange(length, device=x.device)).expand(x.shape[0], -1)
-        q, k = attention.rope(q, position), attention.rope(k, position)
+        q, k, v = _turned(self.qkv(x), self.heads, (before + torch.arange(length, device=x.device))[None])
         keys, values = torch.cat((state.past.keys, k), dim=2), torch.cat((state.past.values, v), dim=2)
         past, mask = KeyValues(keys, values), attention.causal_offsets(length, before, before + length, x.device)
         prefix = self.prefix()
@@ -196,8 +199,8 @@ class Mac(nn.Module):
         super().__init__()
         self.heads, self.length = config.memory.heads, config.segment
         self.memory = NeuralMemory(config.memory)
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
-        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.qkv = Linear(config.dim, 3 * config.dim)
+        self.out = Linear(config.dim, config.dim)
         self.persistent = nn.Parameter(torch.randn(config.persistent, config.dim) * 0.02)
         self.attention_norm, self.memory_norm = RMSNorm(config.dim), RMSNorm(config.dim)
 
@@ -217,10 +220,10 @@ class Mac(nn.Module):
             return _in_step(self, x, state, state.place)
         place, outputs, start, length = int(places[0]), [], 0, x.shape[1]
         # Queries, keys and values of all tokens, and of the persistent ones, at once; those of what is retrieved come segment by segment.
-        position = ((place + torch.arange(length, device=x.device)) % self.length).expand(len(x), -1)
-        q, k, v = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
-        q, k = attention.rope(torch.cat((q, k), dim=1), position).chunk(2, dim=1)
-        fixed = self._keys_and_values(self.persistent.expand(len(x), -1, -1))
+        position = ((place + torch.arange(length, device=x.device)) % self.length)[None]
+        q, k, v = _turned(self.qkv(x), self.heads, position)
+        fixed = self.prefix()
+        fixed = KeyValues(fixed.keys.expand(len(x), -1, -1, -1), fixed.values.expand(len(x), -1, -1, -1))
         while start < length:
             stop = min(start + self.length - place, length)
             own = (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
@@ -229,9 +232,13 @@ class Mac(nn.Module):
             place, start = (place + stop - start) % self.length, stop
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
 
+    def prefix(self) -> KeyValues:
+        """Keys and values of the persistent tokens (1, H, P, d), without positions."""
+        return self._keys_and_values(self.persistent[None])
+
     def _keys_and_values(self, x: Tensor) -> KeyValues:
         """(B, T, D) -> keys without positions and values (B, H, T, d)."""
-        keys, values = F.linear(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
+        keys, values = dispatch.project(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
         return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
 
     def _within(
@@ -242,7 +249,7 @@ class Mac(nn.Module):
         end = place + length
         retrieved, reading = self.memory.read(x, state.anchor, state.reading)
         k_read, v_read = self._keys_and_values(retrieved)
-        k_read = attention.rope(k_read, position)
+        k_read = dispatch.rope(k_read, position)
         context, segment = state.context, state.segment
         if length < self.length:  # a whole segment at once leaves nothing to remember: the next one begins at slot 0
             context, segment = _fill(context, k_read, v_read, place), _fill(segment, k, v, place)

@@ -10,7 +10,7 @@ Axis letters: B conversations, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,16 +160,25 @@ def probabilities(logits: Tensor, held: Tensor, sampling: Sampling) -> Tensor:
         logits = torch.where(held, penalised, logits)
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    few, nucleus = 0 < sampling.top_k < logits.shape[1], sampling.top_p < 1.0
+    if not few and not nucleus:
+        p = logits.softmax(1)
+        return p if sampling.min_p == 0 else _at_least(p, sampling.min_p * p.amax(1, keepdim=True))
     ordered, order = logits.sort(dim=1, descending=True, stable=True)
-    if 0 < sampling.top_k < logits.shape[1]:
+    if few:
         ordered[:, sampling.top_k :] = -torch.inf
     p = ordered.softmax(1)
-    if sampling.top_p < 1.0:
+    if nucleus:
         p = torch.where(p.cumsum(1) - p >= sampling.top_p, 0.0, p)  # the token that crosses the bound stays
-    if sampling.min_p > 0:
-        p = torch.where(p < sampling.min_p * p[:, :1], 0.0, p)
-    return torch.zeros_like(p).scatter_(1, order, p / p.sum(1, keepdim=True))
+    return torch.zeros_like(p).scatter_(1, order, _at_least(p, sampling.min_p * p[:, :1]))
+
+
+def _at_least(p: Tensor, bound: Tensor) -> Tensor:
+    """Probabilities without those below the bound (B, 1)."""
+    p = torch.where(p < bound, 0.0, p)
+    return p / p.sum(1, keepdim=True)
 
 
 def _uniform(seed: int, count: int) -> float:
@@ -189,37 +198,52 @@ def draw(conversation: Conversation, sampling: Sampling, seeds: Sequence[int]) -
     return torch.where(p.gather(1, chosen.clamp(max=p.shape[1] - 1)[:, None]).squeeze(1) > 0, chosen, p.argmax(1))
 
 
-@torch.inference_mode()
-def step(model: LanguageModel, conversation: Conversation, tokens: Tensor) -> Conversation:
-    """Let each conversation hold one token more: tokens (B,)."""
-    logits, state = model(tokens[:, None], conversation.state)
-    held = conversation.held.scatter(1, tokens[:, None], True)
-    return Conversation(state, logits[:, -1], held, conversation.count + 1)
+def decoder(model: LanguageModel) -> Callable[[Conversation, Tensor], Conversation]:
+    """A function that lets conversations hold one token more each, tokens (B,), and overwrites them: give it `state.owned` ones.
 
-
-def stream(
-    model: LanguageModel, tokenizer: Tokenizer, conversation: Conversation, *,
-    sampling: Sampling, limit: int, stop: Sequence[str] = (),
-) -> Iterator[tuple[str, Conversation]]:  # fmt: skip
-    """One conversation, piece by piece: text that is certain, and the conversation so far, which has read what it wrote.
-
-    The text ends before the first stop string, at <end>, or after `limit` tokens; the last pair is the final conversation. It holds the
-    tokens that spelt the stop string, and never the <end>, so that it can go on.
+    The weights are those of now.
     """
-    writer = _Writer(tokenizer, stop)
-    for _ in range(limit):
-        token = int(draw(conversation, sampling, [sampling.seed])[0])
-        if token == tokenizer.specials.get(END):
-            writer.reason = "end"
-            break
-        conversation = step(model, conversation, conversation.count.new_tensor([token]))
-        text = writer.add(token)
-        if writer.reason == "stop":
-            yield text, conversation
-            return
-        if text:
-            yield text, conversation
-    yield writer.finish(), conversation
+    run = model.in_place()
+
+    @torch.inference_mode()
+    def go_on(conversation: Conversation, tokens: Tensor) -> Conversation:
+        logits, state = run(tokens, conversation.state)
+        return Conversation(state, logits, conversation.held.scatter_(1, tokens[:, None], True), conversation.count.add_(1))
+
+    return go_on
+
+
+class Writing:
+    """One conversation going on: iterate over it for text that is certain, piece by piece.
+
+    The text ends before the first stop string, at <end>, or after `limit` tokens.
+    """
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, conversation: Conversation, *,
+        sampling: Sampling, limit: int, stop: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._go_on, self._talk = decoder(model), value.owned(conversation)
+        self._writer, self._end = _Writer(tokenizer, stop), tokenizer.specials.get(END)
+        self._sampling, self._limit = sampling, limit
+
+    def __iter__(self) -> Iterator[str]:
+        writer = self._writer
+        while len(writer.ids) < self._limit and writer.reason == "limit":
+            token = draw(self._talk, self._sampling, [self._sampling.seed])
+            if int(token) == self._end:
+                writer.reason = "end"
+                break
+            self._talk = self._go_on(self._talk, token)
+            if text := writer.add(int(token)):
+                yield text
+        if text := writer.finish():
+            yield text
+
+    def conversation(self) -> Conversation:
+        """What has been read and written so far: a value, which going on does not change. It holds the tokens that spelt a stop string, and
+        never the <end>, so that it can go on."""
+        return value.owned(self._talk)
 
 
 @torch.inference_mode()
@@ -229,8 +253,9 @@ def generate(
 ) -> list[Generation]:  # fmt: skip
     """Continue every prompt, all in one batch; row i draws with seed + i, and gives what it would give alone with that seed."""
     writers = [_Writer(tokenizer, stop) for _ in prompts]
+    go_on = decoder(model)
     for rows, conversation in read(model, [encode_prompt(tokenizer, text) for text in prompts]):
-        running = rows.tolist()
+        running, conversation = rows.tolist(), value.owned(conversation)
         for turn in range(limit):
             seeds = [sampling.seed + row for row in running]
             tokens = draw(conversation, sampling, seeds)
@@ -246,7 +271,7 @@ def generate(
                 break
             if len(on) < len(running):  # what has ended takes no part any more
                 conversation, tokens, running = value.select(conversation, on), tokens[on], [running[place] for place in on]
-            conversation = step(model, conversation, tokens)
+            conversation = go_on(conversation, tokens)
     for writer in writers:
         writer.finish()
     return [Generation(writer.text, tuple(writer.ids), writer.reason) for writer in writers]

@@ -24,8 +24,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kernels import dispatch
+from titans_core import decoding, tokenizers
 from titans_core import state as value
-from titans_core import tokenizers
 from titans_core.blocks import Backbone
 from titans_core.config import (
     FAMILY,
@@ -150,12 +151,27 @@ class LanguageModel(nn.Module):
 
     def head(self, hidden: Tensor) -> Tensor:
         """(..., D) -> logits (..., V)."""
-        return F.linear(hidden, self.embedding)
+        return dispatch.project(hidden, self.embedding)
 
     def forward(self, tokens: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
         """tokens (B, T) int64 -> logits (B, T, V) of the token after each, and the state after the last one."""
         hidden, state = self.hidden(tokens, state)
         return self.head(hidden), state
+
+    def in_place(self) -> Callable[[Tensor, tuple[Any, ...]], tuple[Tensor, tuple[Any, ...]]]:
+        """A function of one token a stream, (tokens (B,), state) -> (logits (B, V), state), that overwrites the state; no autograd.
+
+        The numbers are those of the model called with (B, 1) tokens, to rounding. The given state must be `state.owned` and is not to be
+        used again. The weights are those of now: make it anew when they change.
+        """
+        run, scale = decoding.in_place(self.backbone), math.sqrt(self.config.backbone.dim)
+
+        @torch.inference_mode()
+        def step(tokens: Tensor, state: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+            x, state = run(F.embedding(tokens, self.embedding) * scale, state)
+            return decoding.head(x, self.backbone.norm.weight, self.embedding), state
+
+        return step
 
     def packed(self, tokens: Tensor, starts: Tensor, state: tuple[Any, ...] | None) -> tuple[Tensor, tuple[Any, ...] | None]:
         """Rows of several documents: tokens (B, T), starts (B, T) true at the first token of each -> logits (B, T, V) and the next state.

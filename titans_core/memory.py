@@ -40,7 +40,17 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, 1e-6)
+        return dispatch.rms_norm(x, self.weight)
+
+
+class Linear(nn.Linear):
+    """A linear map without a bias."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dispatch.project(x, self.weight)
 
 
 class CausalConv(nn.Module):
@@ -104,7 +114,7 @@ class NeuralMemory(nn.Module):
         super().__init__()
         self.config = config
         dim, heads, width = config.dim, config.heads, config.width
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = Linear(dim, 3 * dim)
         self.conv = CausalConv(3 * dim, config.conv)
         self.matrix, gated = config.matrix, config.rule in ("gated", "atlas++")
         if gated:
@@ -134,9 +144,9 @@ class NeuralMemory(nn.Module):
             self.gates.bias.copy_(torch.cat([torch.full((n,), x) for n, x in zip(counts, (math.log(0.02 / 0.98), 0.0, 0.0), strict=True)]))
         if config.window > 1:
             self.lags = _lags(config)
-        self.gate = nn.Linear(dim, dim, bias=False)
+        self.gate = Linear(dim, dim)
         self.norm = RMSNorm(width)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.out = Linear(dim, dim)
 
     def initial_state(self, batch: int) -> MemoryState:
         """Streams that have seen nothing: the learned initial memory, no momentum, an empty convolution."""
@@ -193,7 +203,7 @@ class NeuralMemory(nn.Module):
     def forward(self, x: Tensor, state: MemoryState) -> tuple[Tensor, MemoryState]:
         """Write T tokens and read at each. x (B, T, D) -> y (B, T, D) and the state after the last token."""
         config = self.config
-        if x.shape[1] > 1 and (form := self._native_form(x, state)):  # one token costs less part by part, and least in `in_place`
+        if x.shape[1] > 1 and (form := self.native_form(x, state)):  # one token costs less part by part, and least in `in_place`
             return self._whole(x, state, form)
         u = self.qkv(x)
         q_rows, k_rows, v = dispatch.conv_heads(u, state.conv, self.conv.weight, config.heads, self.length)
@@ -248,7 +258,7 @@ class NeuralMemory(nn.Module):
     def _whole(self, x: Tensor, state: MemoryState, form: native.Form) -> tuple[Tensor, MemoryState]:
         """`forward` as one native function, gradients included."""
         assert isinstance(state.memory, MatrixState | DeepState)
-        y, memory, tail = training.layer(x, state.conv, state.memory, self._native_weights(), self._native_init(), form)
+        y, memory, tail = training.layer(x, state.conv, state.memory, self.native_weights(), self.native_init(), form)
         return y, MemoryState(memory, tail)
 
     def in_place(self) -> Callable[[Tensor, MemoryState], Tensor]:
@@ -257,8 +267,8 @@ class NeuralMemory(nn.Module):
         The numbers are those of `forward`, to rounding. Where the native kernels take the rule, the whole layer is one call; elsewhere it
         is `forward`, copied over the state. The weights are those of now: make it anew when they change.
         """
-        form = self._native_form(self.qkv.weight[None], self.initial_state(1))
-        layer = None if form is None else native.Layer(self._native_weights(), self._native_init(), form)
+        form = self.native_form(self.qkv.weight[None], self.initial_state(1))
+        layer = None if form is None else native.Layer(self.native_weights(), self.native_init(), form)
 
         @torch.inference_mode()
         def step(x: Tensor, state: MemoryState) -> Tensor:
@@ -273,7 +283,7 @@ class NeuralMemory(nn.Module):
 
         return step
 
-    def _native_form(self, x: Tensor, state: MemoryState) -> native.Form | None:
+    def native_form(self, x: Tensor, state: MemoryState) -> native.Form | None:
         """This layer as the native kernels see it, or None where they do not run, are not asked for, or do not know the rule or the tensors."""
         config = self.config
         plain = config.window == 1 and config.degree == 1 and config.loss == "l2" and not config.decayed_error and config.forget == "head"
@@ -289,12 +299,14 @@ class NeuralMemory(nn.Module):
             network=self.network, read=config.read, momentum=config.momentum, decay=config.decay, precision=config.precision,
         )  # fmt: skip
 
-    def _native_weights(self) -> tuple[Tensor, ...]:
+    def native_weights(self) -> tuple[Tensor, ...]:
+        """The weights as the native kernels take them."""
         return (
             self.qkv.weight, self.gate.weight, self.gates.weight, self.gates.bias, self.conv.weight, self.norm.weight, self.out.weight
         )  # fmt: skip
 
-    def _native_init(self) -> tuple[Tensor, ...] | None:
+    def native_init(self) -> tuple[Tensor, ...] | None:
+        """What the memory decays towards, None: zero."""
         return tuple(self.init) if self.config.decay_to_init else None
 
     def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,7 +315,7 @@ class NeuralMemory(nn.Module):
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, D): queries alone are made.
         """
         dim = self.config.dim
-        u = F.linear(x, self.qkv.weight[:dim])
+        u = dispatch.project(x, self.qkv.weight[:dim])
         mixed, tail = convolve(u, tail, self.conv.weight[:, :dim]), next_tail(u, tail)
         rows = unit(split_heads(F.silu(mixed), self.config.heads)) * self.length
         q = self._features(rows)
@@ -338,7 +350,7 @@ class KernelMemory(nn.Module):
         super().__init__()
         self.kind, self.config = kind, config
         dim, heads = config.dim, config.heads
-        self.qkv = nn.Linear(dim, 3 * dim, bias=False)
+        self.qkv = Linear(dim, 3 * dim)
         self.conv = CausalConv(3 * dim, config.conv)
         self.log_tau = nn.Parameter(torch.zeros(heads))
         if kind == "dot":
@@ -348,9 +360,9 @@ class KernelMemory(nn.Module):
                 self.gates.bias.copy_(torch.tensor([0.0, math.log(0.02 / 0.98)])[: 1 + config.decay].repeat_interleave(heads))
         if kind == "swdt" or (kind == "dot" and config.window > 1):
             self.lags = _lags(config)
-        self.gate = nn.Linear(dim, dim, bias=False)
+        self.gate = Linear(dim, dim)
         self.norm = RMSNorm(config.width)
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.out = Linear(dim, dim)
 
     def initial_state(self, batch: int) -> KernelMemoryState:
         """Streams that have seen nothing."""

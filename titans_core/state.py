@@ -130,6 +130,11 @@ def replace(state: S, index: Tensor | Sequence[int], part: S) -> S:
     return cast(S, _map(lambda _, leaf, new: leaf.index_copy(0, rows.to(leaf.device), new), state, part))
 
 
+def owned(state: S) -> S:
+    """The same numbers in contiguous tensors of their own, no two of one memory: a state that may be overwritten."""
+    return map_state(lambda leaf: leaf.clone(memory_format=torch.contiguous_format), state)
+
+
 def write_(state: S, index: Tensor, part: S) -> None:
     """`replace` in place: the streams at `index` (long) become those of `part`."""
     with torch.inference_mode():

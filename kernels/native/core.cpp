@@ -1,11 +1,13 @@
 // One vector width of the core. build.py compiles this file once a width: TETHYS_WIDTH floats a vector, TETHYS_CORE the table's name.
 #include "core.h"
+#include "block_step.h"
 #include "linear.h"
 #include "deep_step.h"
 #include "deep_backward.h"
 #include "layer.h"
 #include "layer_forward.h"
 #include "layer_step.h"
+#include "elementwise.h"
 
 namespace {
 
@@ -44,5 +46,6 @@ long deep_count(const tethys::DeepCall& c) {
 extern const tethys::Core TETHYS_CORE;
 const tethys::Core TETHYS_CORE = {VL, linear_forward, linear_backward, linear_step, deep_forward, deep_backward,
                                   deep_step, heads_forward, heads_backward, gate_forward, gate_backward,
-                                  product, has_half, matmul, layer_step, layer_forward,
+                                  product, has_half, matmul, layer_step, layer_forward, block_step, norm_times,
+                                  swiglu_forward, swiglu_backward, norm_forward, norm_backward, rope,
                                   linear_saved, deep_count, deep_saved, fma};

@@ -123,6 +123,42 @@ struct StepCall {
   GateCall gate;     // y: work, (B, H, 1, d)
 };
 
+// One token of attention with rotary positions, caches in place. A window slides: N slots hold the last N tokens, oldest first. A segment fills:
+// slot `count` is the token's, and what a memory returned for it stands beside it.
+struct AttendCall {
+  long H, d, P, N;                  // persistent tokens, slots
+  bool slides;
+  const float* frequency;           // (d / 2)
+  const float *prefix_k, *prefix_v; // (H, P, d)
+  float *keys, *values;             // (B, H, N, d)
+  float *context_k, *context_v;     // the same, of what was retrieved, or null
+  const int64_t* count;             // (B,) tokens before this one, of the stream or of the segment
+};
+
+// One token of a block: x += mixer(rms(x)), x += down(silu(gate) up) of rms(x). Matrices as they are trained: (out, in).
+struct BlockCall {
+  enum Kind { kLmm, kWindow, kMag, kMal, kMac };
+  int kind;
+  long D, hidden;
+  float* x; // (B, D)
+  const float *mixer_norm, *feed_norm, *gate_up, *down;
+  const float *qkv, *out;
+  const float* norms[2]; // of attention and memory (MAG, MAC), or between them (MAL)
+  AttendCall attend;
+  const float *memory_qkv, *memory_gate, *memory_gates, *memory_out;
+  StepCall memory;  // project and output are not used
+  float* reading;   // (B, taps - 1, D): convolution tail of the retrieval queries
+  float* anchor[2]; // W, S of a matrix memory or W1, W2 of a deep one, that are read and not written
+};
+
+// Rotary positions: x (B, H, T, d) -> out; cosine and sine (1 or B, T, d / 2). sign -1 turns back, which is the gradient.
+struct RopeCall {
+  long B, H, T, d, b; // b: rows of cosine from stream to stream, 0 where all are alike
+  float sign;
+  Rows x, out;
+  const float *cosine, *sine;
+};
+
 // One table a vector width. Every function works on the memories [begin, end) of the B * H in a call.
 struct Core {
   int width; // floats a vector
@@ -142,6 +178,13 @@ struct Core {
                  int mode, bool half); // rows [first, first + M) of C (=, +=, -=: 0, 1, 2) op(A) op(B)
   void (*layer_step)(const StepCall&, long begin, long end);
   void (*layer_forward)(const StepCall&, long begin, long end); // streams, not memories
+  void (*block_step)(const BlockCall&, long begin, long end); // streams
+  void (*norm_times)(long n, long N, long D, const float* x, const float* norm, const float* W, float* y);
+  void (*swiglu_forward)(const float* h, float* out, long n, long begin, long end); // rows
+  void (*swiglu_backward)(const float* h, const float* dout, float* dh, long n, long begin, long end);
+  void (*norm_forward)(const float* x, const float* w, float* out, float* scale, long D, float floor, long begin, long end);
+  void (*norm_backward)(const float* x, const float* w, const float* scale, const float* dy, float* dx, float* dw, long D, long begin, long end);
+  void (*rope)(const RopeCall&, long begin, long end);
   size_t (*linear_saved)(const LinearCall&); // floats a memory
   long (*deep_count)(const DeepCall&);       // blocks of the stream that has most
   size_t (*deep_saved)(const DeepCall&);     // floats a block

@@ -120,6 +120,7 @@ void forecaster_row(std::vector<Tensor> state, std::vector<Tensor> rates, std::v
 }
 
 constexpr double kTiny = std::numeric_limits<double>::min(), kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kEpsilon = std::numeric_limits<double>::epsilon();
 constexpr int64_t kOutlier = 1, kLevel = 2, kScale = 4, kUnusual = 8;
 
 // The constants of pipelines.streaming.monitors, in the order in which it gives them.
@@ -171,7 +172,8 @@ void judge(const WatchCall& c, int64_t i, double* residual) {
     if (k == 0) {
       c.covered[i] = judged && !missed;
       size0 = std::fabs(off);
-      c.surprise[i] = size0 / least((due[2] - due[0]) / r.normal_width, kTiny);
+      const double width = due[2] - due[0];
+      c.surprise[i] = width > kEpsilon * std::fabs(due[1]) ? size0 / (width / r.normal_width) : size0 == 0 ? 0.0 : kNaN;
     }
   }
   // Running scales, outliers and drift, of the first and the last tracked step.

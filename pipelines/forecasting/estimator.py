@@ -66,7 +66,8 @@ class TitansForecaster(BaseEstimator):
     happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`). outcomes: an outcome memory
     beside the sequence memory, kept only where it helps on validation; each row is then read by itself, which takes far longer.
 
-    After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
+    After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`, and `trained_on_`
+    (the series that training looked at).
     """
 
     def __init__(
@@ -145,6 +146,7 @@ class TitansForecaster(BaseEstimator):
         self.frequency_, self.ids_ = table.frequency, table.ids
         chosen = np.random.default_rng(self.seed).permutation(len(y))[:MAX_SERIES]
         chosen.sort()
+        self.trained_on_ = tuple(table.ids[i] for i in chosen)
         rows = self._rows(table, grid, y, observed, seasons, chosen)
         torch.manual_seed(self.seed)
         model = Forecaster(config)
@@ -154,6 +156,8 @@ class TitansForecaster(BaseEstimator):
         valid = torch.arange(border, total - self.horizon + 1, stride)
         try:
             self.line_, train_windows, valid_windows = self._solved(model, start, rows, border, train, valid)
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(
                 f"{error}: too many values are missing, or no series is as long as look-back and horizon"
@@ -369,7 +373,9 @@ class TitansForecaster(BaseEstimator):
             given = config["parameters"]
             parameters: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
             loaded = cls(**parameters)
-            loaded.encoder_ = Encoder.from_json(config["covariates"])
+            # Models of before there were covariates say nothing of them.
+            none: dict[str, Any] = {"frequency": config["frequency"], "zone": loaded.zone, "calendar": [], "future": [], "historic": [], "static": []}
+            loaded.encoder_ = Encoder.from_json(config.get("covariates", none))
             learns = config.get("outcome")
             loaded.forecaster_, loaded.outcome_ = load_weights(
                 weights, ForecasterConfig.from_json(config["forecaster"]), None if learns is None else OutcomeConfig.from_json(learns)
@@ -406,6 +412,14 @@ class TitansForecaster(BaseEstimator):
     ) -> list[Windows]:
         """The windows at the origins of each group, with their weights. Where most series are older than a look-back, younger ones teach nothing."""
         found, _ = replay(model, start, rows, groups)
+        for windows in found:
+            if len(bad := torch.nonzero(~windows.x.isfinite().all(1) | windows.y.isinf().any(1)).flatten()):
+                names = [self.trained_on_[i] for i in sorted(set((bad % len(rows.y)).tolist()))]
+                told = ", ".join(map(repr, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+                raise UserError(
+                    f"{len(bad)} training windows of {len(names)} series are no numbers in float32 ({told}): their values jump by more than "
+                    "1e38 times what they moved before; leave these series out"
+                )
         scale = None
         if self.scale_lag is not None:
             known = torch.where(rows.observed, rows.y, torch.nan)[:, :border]

@@ -145,8 +145,7 @@ def stream(model: Path, prompt: str, *, sampling: Sampling, limit: int, stop: Se
     with told():
         trained, tokenizer = load(model)
         [(_, conversation)] = generation.read(trained, [generation.encode_prompt(tokenizer, prompt)])
-        for text, _ in generation.stream(trained, tokenizer, conversation, sampling=sampling, limit=limit, stop=stop):
-            yield text
+        yield from generation.Writing(trained, tokenizer, conversation, sampling=sampling, limit=limit, stop=stop)
 
 
 @dataclass
@@ -172,10 +171,12 @@ class Talk:
         with told():
             ids = generation.encode_prompt(self.tokenizer, line, begins=self.conversation is None)
             [(_, held)] = generation.read(self.model, [ids], self.conversation)
-            for text, so_far in generation.stream(self.model, self.tokenizer, held, sampling=sampling, limit=limit, stop=stop):
-                self.conversation = so_far
-                yield text
-        if self.session is not None and self.conversation is not None:
+            writing = generation.Writing(self.model, self.tokenizer, held, sampling=sampling, limit=limit, stop=stop)
+            try:
+                yield from writing
+            finally:  # an answer that is broken off has been said as far as it went
+                self.conversation = writing.conversation()
+        if self.session is not None:
             training.write_whole(self.session, generation.to_bytes(self.conversation, self.model))
 
 

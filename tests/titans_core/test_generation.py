@@ -12,7 +12,7 @@ import torch
 from titans_core import generation
 from titans_core import state as value
 from titans_core.config import ConfigError
-from titans_core.generation import END, START, Conversation, Sampling, encode_prompt, generate, probabilities, read, stream
+from titans_core.generation import END, START, Conversation, Sampling, Writing, encode_prompt, generate, probabilities, read
 from titans_core.language_model import LanguageModel, configure, save
 from titans_core.tokenizers import BpeTokenizer, ByteTokenizer, Tokenizer
 
@@ -54,8 +54,9 @@ def test_decoding_step_by_step_is_reading_at_once(layers):
     ids = torch.randint(258, (1, 30))
     [(_, whole)] = read(model, ids.tolist())
     [(_, steps)] = read(model, ids[:, :4].tolist())
+    go_on, steps = generation.decoder(model), value.owned(steps)
     for at in range(4, 30):
-        steps = generation.step(model, steps, ids[:, at])
+        steps = go_on(steps, ids[:, at])
     torch.testing.assert_close(steps.logits, whole.logits, atol=1e-4, rtol=1e-4)
     assert torch.equal(steps.held, whole.held) and torch.equal(steps.count, whole.count)
 
@@ -81,10 +82,8 @@ def test_a_conversation_of_fixed_size_stays_so_and_a_growing_one_grows():
 
 
 def run_to_end(model, tokenizer, conversation, limit, sampling, stop=()):
-    text = ""
-    for piece, after in stream(model, tokenizer, conversation, sampling=sampling, limit=limit, stop=stop):
-        text, conversation = text + piece, after
-    return text, conversation
+    writing = Writing(model, tokenizer, conversation, sampling=sampling, limit=limit, stop=stop)
+    return "".join(writing), writing.conversation()
 
 
 @pytest.mark.parametrize("layers, memory", [("mag", "exact"), ("mac", "titans"), ("attention", "exact"), ("lmm", "atlas")])
@@ -101,21 +100,20 @@ def test_a_saved_conversation_goes_on_in_another_process(layers, memory, tmp_pat
         "import sys; from titans_core import generation as g; from titans_core.language_model import load\n"
         f"model, tokenizer = load({str(tmp_path / 'model.safetensors')!r})\n"
         f"talk = g.from_bytes(open({str(tmp_path / 'talk')!r}, 'rb').read(), model)\n"
-        "ids = []\n"
+        "ids, go_on = [], g.decoder(model)\n"
         f"for _ in range(12):\n"
         f"    token = g.draw(talk, g.Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.1), [5])\n"
-        "    ids.append(int(token)); talk = g.step(model, talk, token)\n"
+        "    ids.append(int(token)); talk = go_on(talk, token)\n"
         "print(ids)\n"
     )
     shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert shown.returncode == 0, shown.stderr
     later = [int(each) for each in shown.stdout.strip("[]\n").split(",")]
-    ids = []
-    talk = start
+    ids, go_on, talk = [], generation.decoder(model), value.owned(start)
     for _ in range(24):
         token = generation.draw(talk, sampling, [5])
         ids.append(int(token))
-        talk = generation.step(model, talk, token)
+        talk = go_on(talk, token)
     assert ids[12:] == later
     assert whole == tokenizer.decode(ids) and torch.equal(talk.logits, after_whole.logits)
 
@@ -185,17 +183,17 @@ class Script(LanguageModel):
         super().__init__(configure("tiny", tokenizer.size, layers="window", attention_window=4, persistent=0))
         self.ids = [*tokenizer.encode(text).tolist(), tokenizer.specials[END]]
 
-    def forward(self, tokens, state):
-        logits, state = super().forward(tokens, state)
-        at = [row.tolist() for row in state[0].seen]
-        for row, seen in enumerate(at):
-            logits[row, -1] = 0.0
-            logits[row, -1, self.ids[min(seen - 1, len(self.ids) - 1)]] = 50.0
-        return logits, state
+    def in_place(self):
+        step = super().in_place()
 
-    def hidden(self, tokens, state):
-        hidden, state = super().hidden(tokens, state)
-        return hidden, state
+        def scripted(tokens, state):
+            logits, state = step(tokens, state)
+            for row, seen in enumerate(state[0].seen.tolist()):
+                logits[row] = 0.0
+                logits[row, self.ids[min(seen - 1, len(self.ids) - 1)]] = 50.0
+            return logits, state
+
+        return scripted
 
     def head(self, hidden):
         logits = super().head(hidden)
@@ -219,9 +217,9 @@ def test_stop_strings_cross_tokens_and_text_comes_in_whole_characters(stop, text
     [found] = generate(model, tokenizer, [""], sampling=Sampling(temperature=0), limit=100, stop=stop)
     assert (found.text, found.reason) == (text, reason)
     [(_, talk)] = read(model, [encode_prompt(tokenizer, "")])
-    pieces = [piece for piece, _ in stream(model, tokenizer, talk, sampling=Sampling(temperature=0), limit=100, stop=stop)]
+    pieces = list(Writing(model, tokenizer, talk, sampling=Sampling(temperature=0), limit=100, stop=stop))
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
-    assert len(pieces) > 3
+    assert len(pieces) > 2
 
 
 def test_the_limit_ends_a_text():

@@ -143,3 +143,10 @@ def test_mlflow_serves_the_same_numbers_and_clear_refusals(world: World, scorer:
         status, answer = post(data, **params)
         assert status == 400 and message in answer["message"] and "stack_trace" not in answer, (message, answer)
     assert post(rows, h=4, quantiles=[0.5]) == before, "no call leaves anything behind"
+    # A missing value and a column too many are allowed; a column too few is named.
+    data = [["a", "2024-01-01T00:00:00Z", 1.0, "x"], ["a", "2024-01-01T01:00:00Z", None, "x"]]
+    asked_for = {"dataframe_split": {"columns": ["unique_id", "ds", "y", "note"], "data": data}, "params": {"h": 3}}
+    answer = client.post("/invocations", json=asked_for)
+    assert [row["ds"][:16].replace("T", " ") for row in answer.json()["predictions"]] == [f"2024-01-01 0{hour}:00" for hour in (2, 3, 4)]
+    refused = client.post("/invocations", json={"dataframe_split": {"columns": ["unique_id", "ds"], "data": [r[:2] for r in data]}})
+    assert refused.status_code == 400 and "'y'" in refused.json()["message"]
