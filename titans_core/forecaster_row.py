@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.native import rows, streams
 from titans_core.forecaster import QUIETEST, Forecaster, ForecasterState
@@ -41,8 +41,8 @@ class ForecasterRow:
         self._reads = [season.reads(forecaster.config.horizon) for season in seasons]
         self._weights = [forecaster.line, forecaster.feature_mean, forecaster.feature_scale, forecaster.offsets]
         if forecaster.net is not None:
-            first, _, _, last = forecaster.net
-            self._weights += [first.weight.detach().T.contiguous(), first.bias.detach(), last.weight.detach().T.contiguous(), last.bias.detach()]
+            for layer in (part for part in forecaster.net if isinstance(part, nn.Linear)):
+                self._weights += [layer.weight.detach().T.contiguous(), layer.bias.detach()]
 
     def __call__(
         self, state: ForecasterState, slots: Tensor, y: Tensor, observed: Tensor, which: Tensor, now: Tensor, ahead: Tensor
