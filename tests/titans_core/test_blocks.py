@@ -219,7 +219,7 @@ def test_a_named_memory_is_the_kernels_rule_of_that_name(name: str) -> None:
         read = rule(q, k, shifted, *gates, state, **chosen)[0] + q @ layer.init[0].mT
     else:
         read = rule(q, k, v, *gates, state, **chosen)[0]
-    torch.testing.assert_close(layer._output(read, x), y, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(layer._output(read, layer.gate(x)), y, atol=1e-9, rtol=1e-9)
 
 
 @pytest.mark.parametrize("rule", ["exact", "deep"])
@@ -239,7 +239,7 @@ def test_polynomial_features_take_the_place_of_keys_and_queries(rule: str) -> No
     else:
         long, network = 45**0.5, Network(residual=False)
         read = deep(long * phi_q, long * phi_k, v - 8**0.5 * k, *gates, start.memory, init=None, chunk=4, network=network)[0] + 8**0.5 * q
-    torch.testing.assert_close(layer._output(read, x), y, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(layer._output(read, layer.gate(x)), y, atol=1e-9, rtol=1e-9)
 
 
 @settings(max_examples=150, deadline=None)
@@ -272,7 +272,8 @@ def test_every_configuration_is_refused_or_runs(chosen: dict[str, Any]) -> None:
     for part in (x[:, :5], x[:, 5:]):
         y, state = layer(part, state)
         assert torch.isfinite(y).all()
-    assert torch.isfinite(layer.read(x, state.memory, state.conv[..., : config.dim])[0]).all()
+    rows, gate, _ = layer.queries(x, state.conv[..., : config.dim])
+    assert torch.isfinite(layer.read(rows, gate, state.memory)).all()
 
 
 @pytest.mark.parametrize("mixer", EVERY_MIXER)
