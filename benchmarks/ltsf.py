@@ -157,16 +157,21 @@ def main(argv: list[str] | None = None) -> int:
         table = figures.setdefault(data.name, {"channels": data.values.shape[1], "day": data.day})
         for model in args.models:
             rows: dict[str, Any] = table.setdefault(model, {})
-            tethys = Tethys(data, MODES[model], args.look_back, args.horizon, args.hidden) if model in MODES else None
+            replayed: dict[int, Tethys] = {}
             each = []
             for horizon in args.horizon:
                 began, chosen = time.perf_counter(), {}
-                if tethys is None:
+                if model not in MODES:
                     fitted = baseline(model, data, args.look_back, horizon).fit(data.series(data.train))
                     mse, mae, count = score(fitted, data, "test", horizon)
                     scores = [Scores(mse, mae, score(fitted, data, "valid", horizon)[0], count)]
                 else:
-                    scores, chosen = tethys.train(horizon, range(args.seed, args.seed + args.seeds))
+                    # Horizons of a day and more read the same features and share one replay; a shorter one has its own.
+                    reach = min(horizon, data.day)
+                    if reach not in replayed:
+                        together = [h for h in args.horizon if min(h, data.day) == reach]
+                        replayed = {reach: Tethys(data, MODES[model], args.look_back, together, args.hidden)}
+                    scores, chosen = replayed[reach].train(horizon, range(args.seed, args.seed + args.seeds))
                 each.append([one.mse for one in scores])
                 seconds = time.perf_counter() - began
                 mean = {k: float(np.mean([getattr(one, k) for one in scores])) for k in ("mse", "mae", "valid_mse")}
@@ -205,7 +210,7 @@ MODES: dict[str, Memory] = {"tethys_window": "window", "tethys_frozen": "frozen"
 
 
 class Tethys:
-    """One mode of the forecaster on one data set: the past is replayed once, for all horizons and seeds."""
+    """One mode of the forecaster on one data set: the past is replayed once for several horizons and all seeds."""
 
     def __init__(self, data: Dataset, mode: Memory, look_back: int, horizons: list[int], hidden: int = HIDDEN) -> None:
         self.data, self.hidden = data, hidden
@@ -251,8 +256,6 @@ class Tethys:
         """Fit the line once and the network once a seed; scores on all test windows, and what was chosen."""
         train, valid, test = self.at(horizon)
         config = dataclasses.replace(self.config, horizon=horizon, hidden=self.hidden)
-        if config.features != train.x.shape[1]:
-            raise SystemExit(f"ltsf: horizon {horizon} is shorter than a day of {self.data.day} rows: run it by itself")
         model = Forecaster(config)
         line = fit_line(model, train, valid)
         chosen = {

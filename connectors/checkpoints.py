@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,14 @@ class CheckpointStore:
             self.epoch = row[0] + 1
             self._db.execute("UPDATE run SET epoch = ?", (self.epoch,))
             return Progress(row[1], json.loads(row[2]), json.loads(row[3]), json.loads(row[4]), found)
+
+    def adopt(self, progress: Progress, snapshots: Iterable[tuple[str, bytes]]) -> None:
+        """Begin a run where others stopped: their settings, positions, receipts and counters, and streams (unique_id, state) as of before
+        the first batch. The store must be new."""
+        with self._transaction():
+            told = (json.dumps(side) for side in (progress.positions, progress.receipts, progress.counters, progress.settings))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, ?, ?, ?, ?)", (FORMAT_VERSION, *told))
+            self._db.executemany("INSERT INTO snapshots VALUES (?, 0, ?)", snapshots)
 
     def progress(self) -> Progress | None:
         """Where the run stands, without claiming it; None before the first claim."""

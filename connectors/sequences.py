@@ -1114,7 +1114,8 @@ class Variant(NamedTuple):
     """One ALT allele of one VCF line. position is 0-based, of the first base of ref.
 
     status: "ok"; "ref_mismatch" (the genome holds something else: `found`); "no_contig"; "out_of_contig";
-    "symbolic" (an ALT that spells no bases: <DEL>, *, a breakend). Only "ok" has windows: equal in length, both with
+    "symbolic" (an ALT that spells no bases: <DEL>, *, a breakend); "ambiguous" (REF or ALT holds N or another letter that stands for
+    several bases: what changes is not known). Only "ok" has windows: equal in length, both with
     the variant at index `offset`; an insertion pushes bases out at the right, a deletion draws them in.
     """
 
@@ -1176,6 +1177,8 @@ def _variant(genome: Genome, contig: str, position: int, name: str, ref: str, al
         return failed("ref_mismatch", found)
     if not alt or alt.encode().translate(None, CODES[:-2]):
         return failed("symbolic")
+    if (ref + alt).encode().translate(None, b"ACGTU"):
+        return failed("ambiguous")
     reference = genome.fetch(own, position - left, position - left + window, pad=True)
     after = genome.fetch(own, position + len(ref), position + len(ref) + window, pad=True)
     alternative = (reference[:left] + alt.encode() + after)[:window]

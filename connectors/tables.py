@@ -14,8 +14,11 @@ PGPASSWORD or ~/.pgpass, object stores from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS
 
 from __future__ import annotations
 
+import codecs
 import glob
+import gzip
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ from filelock import FileLock
 from connectors.errors import UserError
 
 CSV_SUFFIXES = (".csv", ".csv.gz")
+SEPARATORS = (";", "\t", "|", ",")
 POSTGRES = ("postgresql://", "postgres://")
 
 
@@ -48,6 +52,10 @@ class CsvForm:
     time_format: str | None = None
     time_columns: tuple[str, ...] = ()
     encoding: str = "utf8"
+
+    def __post_init__(self) -> None:
+        if len(self.separator.encode()) != 1:
+            raise UserError(f"separator {self.separator!r} is not one character: write it as ';' or ',' or '|' or \\t")
 
 
 def read(
@@ -73,7 +81,10 @@ def read(
     except UserError:
         raise
     except Exception as error:  # polars, deltalake and adbc each raise their own kinds
-        raise UserError(f"cannot read '{text}': {_first_line(error)}") from error
+        hint = _hint(text, csv or CsvForm(), error) if text.endswith(CSV_SUFFIXES) else ""
+        raise UserError(f"cannot read '{text}': {_first_line(error)}{hint}") from error
+    if text.endswith(CSV_SUFFIXES):
+        _require_columns(text, frame, csv or CsvForm())
     wanted = dict(columns or {})
     missing = [name for name in wanted.values() if name not in frame.columns]
     if missing:
@@ -319,10 +330,48 @@ def _scan(text: str, options: dict[str, str], csv: CsvForm | None = None) -> pl.
             return _typed(pl.read_csv(path, infer_schema=False, **_dialect(csv)), csv)
         # The whole file decides a column's type: a first hundred integers must not turn later decimals into an error.
         frame = pl.read_csv(path, try_parse_dates=True, infer_schema_length=None)
-        return _with_codes(frame, path)
+        return _as_spelt(frame, path)
     if text.endswith(".parquet"):
         return pl.read_parquet(path)
     raise UserError(f"cannot tell the form of '{text}': use .csv, .csv.gz or .parquet")
+
+
+def _hint(text: str, form: CsvForm, error: Exception) -> str:
+    """What a person may try on a CSV file that cannot be read."""
+    if _begins_as_utf16(Path(text), form):
+        return "; it is UTF-16: say --encoding utf-16"
+    if "utf-8" in str(error).lower() or "utf8" in str(error).lower():
+        return "; it is not UTF-8: say --encoding latin-1 (csv: {encoding: latin-1} in a job file), or whatever it was written in"
+    other = _other_separator(Path(text), form)
+    return f"; its first line is cut by {other!r}: say --separator {other!r}" if other else ""
+
+
+def _require_columns(text: str, frame: pl.DataFrame, form: CsvForm) -> None:
+    """Raises UserError where the first line was not understood: one column that holds others, or two of one name."""
+    if _begins_as_utf16(Path(text), form):
+        raise UserError(f"'{text}' is UTF-16: say --encoding utf-16")
+    if frame.width == 1 and (found := [mark for mark in SEPARATORS if mark in frame.columns[0] and mark != form.separator]):
+        raise UserError(f"'{text}' has one column, {frame.columns[0]!r}: it is cut by {found[0]!r}, so say --separator {found[0]!r}")
+    for name in frame.columns:
+        if (twice := re.fullmatch(r"(.+)_duplicated_\d+", name)) and twice[1] in frame.columns:
+            raise UserError(f"'{text}' has two columns named {twice[1]!r}: rename one, or take it out")
+
+
+def _other_separator(path: Path, form: CsvForm) -> str | None:
+    """What the first line of a file looks to be cut by, where that is not what it is said to be."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            line = file.readline(65_536).decode("utf-8", "replace")
+    except OSError:
+        return None
+    return next((mark for mark in SEPARATORS if mark != form.separator and mark in line and form.separator not in line), None)
+
+
+def _begins_as_utf16(path: Path, form: CsvForm) -> bool:
+    if form.encoding != "utf8" or not path.is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def _require_parquet(name: str) -> None:
@@ -341,14 +390,15 @@ def _dialect(csv: CsvForm | None) -> dict[str, Any]:
     }
 
 
-def _with_codes(frame: pl.DataFrame, path: Path) -> pl.DataFrame:
-    """Codes with leading zeros as the text they are: numbers would make one of `00123` and `123`."""
-    whole = [name for name, kind in frame.schema.items() if kind.is_integer()]
-    if not whole:
+def _as_spelt(frame: pl.DataFrame, path: Path) -> pl.DataFrame:
+    """The text of columns that Polars takes for more than they say: codes with leading zeros, of which numbers would make one of `00123` and
+    `123`, and dates that do not begin with the year, whose day and month it would guess."""
+    odd = {name: r"^\s*0\d" for name, kind in frame.schema.items() if kind.is_integer()}
+    odd |= {name: r"^\s*\d{1,2}\D" for name, kind in frame.schema.items() if kind in (pl.Date, pl.Datetime)}
+    if not odd:
         return frame
-    texts = pl.read_csv(path, columns=whole, infer_schema=False)
-    codes = [name for name in whole if texts[name].str.contains(r"^\s*0\d").any()]
-    return frame.with_columns(texts[name] for name in codes)
+    texts = pl.read_csv(path, columns=list(odd), infer_schema=False)
+    return frame.with_columns(texts[name] for name, spelt in odd.items() if texts[name].str.contains(spelt).any())
 
 
 def _typed(frame: pl.DataFrame, form: CsvForm) -> pl.DataFrame:

@@ -20,10 +20,30 @@ import typer
 from connectors.errors import UserError
 from pipelines import DEFAULT_ALIAS, DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.forecasting import commands as forecasting
+from pipelines.forecasting.commands import (
+    CalendarFeature,
+    Data,
+    EtsSeries,
+    Frequency,
+    FutureCovariate,
+    HistoricCovariate,
+    Horizon,
+    IdColumn,
+    Json,
+    LookBack,
+    ModelName,
+    Seed,
+    StaticCovariate,
+    TargetColumn,
+    TimeColumn,
+    TrackingUri,
+    Version,
+)
 from pipelines.genomics import commands as genomics
 from pipelines.language import commands as language
 from pipelines.registry import commands as registry
 from pipelines.serving import commands as serving
+from pipelines.streaming import commands as streaming
 
 app = typer.Typer(
     name="tethys",
@@ -38,6 +58,7 @@ app.add_typer(forecasting.forecasts, name="forecast")
 app.command("validate", epilog="Example: tethys validate sales.parquet --frequency 1d --gaps mask")(forecasting.validate)
 app.command("tune", epilog="Example: tethys tune sales.parquet --frequency 1d --horizon 28 --trials 30 --workers 4")(forecasting.tune)
 streams = typer.Typer(help="The streams of a checkpoint and their memories.", no_args_is_help=True)
+app.add_typer(streaming.live, name="stream")
 app.add_typer(streams, name="streams")
 app.add_typer(genomics.app, name="genomics")
 app.add_typer(language.app, name="lm")
@@ -53,38 +74,6 @@ class Block(StrEnum):
     mac = "mac"
     mag = "mag"
     mal = "mal"
-
-
-Data = Annotated[
-    str,
-    typer.Argument(help="Table of the series: .csv, .csv.gz, .parquet, a folder or a glob of Parquet files, or a URI."),
-]
-IdColumn = Annotated[
-    str, typer.Option(help="Column that names the series; an empty name takes the table as one series.")
-]
-TimeColumn = Annotated[str, typer.Option(help="Column of the time stamps, or of whole numbers that count steps.")]
-TargetColumn = Annotated[str, typer.Option(help="Column to forecast.")]
-Frequency = Annotated[
-    str | None, typer.Option(help="Step of the series: 15m, 1h, 1d, 1w, 1mo ...; inferred when not given.")
-]
-Horizon = Annotated[int, typer.Option(min=1, help="Steps to forecast.")]
-LookBack = Annotated[int, typer.Option(min=1, help="Steps that a forecast is made from, beside the memory.")]
-ModelName = Annotated[str, typer.Option(help="Name of the model in the registry.")]
-Version = Annotated[str, typer.Option(help="Version of the model: a number or an alias.")]
-TrackingUri = Annotated[
-    str,
-    typer.Option(
-        envvar="MLFLOW_TRACKING_URI", help="MLflow store: a SQLite file, or the address of a tracking server."
-    ),
-]
-FutureCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known ahead (price, promotion); repeatable.")]
-HistoricCovariate = Annotated[list[str] | None, typer.Option(help="Column that is known once it happened; repeatable.")]
-StaticCovariate = Annotated[list[str] | None, typer.Option(help="Column with one value a series; repeatable.")]
-CalendarFeature = Annotated[
-    list[forecasting.CalendarName] | None, typer.Option(help="Feature of the stamp on the wall clock of the zone; repeatable.")
-]
-Seed = Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of everything random.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON document.")]
 
 
 @app.command(epilog="Example: tethys demo")
@@ -132,6 +121,7 @@ def train(
     params: Annotated[
         Path | None, typer.Option(help="YAML file of parameters, as tethys tune writes it; they come before the options.")
     ] = None,
+    ets_series: EtsSeries = None,
     as_json: Json = False,
     reading: Any = None,
 ) -> None:
@@ -160,6 +150,7 @@ def train(
         static=tuple(static_covariate or ()),
         calendar=tuple(feature.value for feature in calendar or ()),
         parameters=None if params is None else forecasting.read_params(params),
+        ets=ets_series,
     )
     _show(result, as_json)
 
@@ -180,6 +171,7 @@ def backtest(
     tracking_uri: TrackingUri = DEFAULT_TRACKING_URI,
     output: Annotated[Path, typer.Option(help="Folder for the leaderboard and the forecasts.")] = Path("runs/backtest"),
     report: Annotated[Path | None, typer.Option(help="HTML page to write; report.html in the folder when not given.")] = None,
+    ets_series: EtsSeries = None,
     as_json: Json = False,
     reading: Any = None,
 ) -> None:
@@ -199,6 +191,7 @@ def backtest(
         output=output,
         report=report,
         reading=reading,
+        ets=ets_series,
     )
     _show(result, as_json)
 
@@ -284,7 +277,7 @@ def missing_future(
     typer.echo(f"{lacking.height} rows missing" + (f", written to {output}" if output else ""))
 
 
-@app.command(epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
+@streaming.live.command("source", epilog="Example: tethys stream readings.ndjson --model-name sales --output forecasts.ndjson")
 def stream(
     source: Annotated[
         str,
@@ -329,6 +322,7 @@ def stream(
     forecast: Annotated[
         str, typer.Option(help="Rows that are answered: every one, the first of each span of event time (1h), or on demand only.")
     ] = "every",
+    workers: streaming.WorkerCount = 1,
     as_json: Json = False,
 ) -> None:
     """Forecast and learn row by row, each stream with its own memory; a restart loses nothing, learns nothing twice."""
@@ -354,8 +348,21 @@ def stream(
         history=history,
         forecast=forecast,
         covariates=covariates,
+        workers=workers,
     )
     _show(result, as_json)
+
+
+@streaming.live.command("run", epilog="Example: tethys stream run stream.yaml --workers 4")
+def stream_run(
+    job: Annotated[Path, typer.Argument(help="Stream file, YAML (docs/examples/stream.yaml).")],
+    workers: Annotated[int | None, typer.Option(min=1, help="So many workers instead of the number in the file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the stream of a file: forecast and learn row by row, until its source ends or a signal comes."""
+    from pipelines.streaming import job as stream_job
+
+    _show(stream_job.run(stream_job.read(job), workers, progress=sys.stderr.isatty()), as_json)
 
 
 Checkpoint = Annotated[Path, typer.Option(help="The checkpoint given to `tethys stream`.")]

@@ -183,7 +183,12 @@ def open_store(uri: str = DEFAULT_TRACKING_URI, experiment: str = EXPERIMENT) ->
             return Store(uri, _experiment(_client(uri), experiment, None))
     path = _sqlite_path(uri)
     uri = f"{_SQLITE}{path}"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.parent.parent.is_dir():  # one folder is made, as `runs` is; more than one is a slip of the pen
+        raise UserError(f"the folder {path.parent.parent} of the tracking store {uri} does not exist: make it, or correct the address")
+    try:
+        path.parent.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {path.parent} of the tracking store ({error.strerror}): name another --tracking-uri") from None
     with FileLock(f"{path}.lock"):
         if not path.exists():
             _make_schema(path)

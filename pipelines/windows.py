@@ -40,6 +40,8 @@ _UNITS_US = {
 }
 _UNITS_MONTHS = {"mo": 1, "q": 3, "y": 12}
 # Regular enough to name the frequency, few enough to cost nothing.
+LARGEST = 1e30
+"""Targets further from zero do not fit the float32 of the model (3.4e38) with room for their forecasts."""
 _ROWS_TO_INFER_FROM = 10_000
 
 
@@ -225,7 +227,7 @@ def panel(
     Rows may come in any order. Stamps are dates, datetimes (with a zone: taken to UTC), ISO strings, or whole numbers
     that count steps. `id_column=None` takes the whole table as one series named by its target column. A null or NaN
     target is a missing row. `covariates` are columns to keep. Raises UserError, naming series, stamp, count and remedy: no rows, a missing column, a
-    null id or stamp, an infinite target, two rows for one stamp, a frequency that does not fit. `source` is what
+    null id or stamp, a target that is infinite or beyond LARGEST, two rows for one stamp, a frequency that does not fit. `source` is what
     messages call the table.
     """
     rows = _sorted_rows(frame, id_column, time_column, target_column, source, covariates)
@@ -336,7 +338,7 @@ def ray_cluster(workers: int | None = None) -> None:
         return
     for last in (False, False, True):
         try:
-            ray.init(num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+            ray.init("local", num_cpus=workers, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
             return
         except Exception as error:
             # Ray gives its own parts half a minute to start, which a machine that is busy with other work may not.
@@ -446,7 +448,7 @@ def _sorted_rows(
             raise UserError(
                 f"{empty} of {rows.height} rows of {source} have no value in column {column!r}: fill or drop them"
             )
-    infinite = rows.filter(pl.col("y").is_infinite())
+    infinite = rows.filter(pl.col("y").is_not_nan() & (pl.col("y").abs() > LARGEST))
     if infinite.height:
         where = infinite.row(0, named=True)
         raise UserError(
@@ -475,12 +477,13 @@ def stamps(column: pl.Series, source: str) -> pl.Series:
             parsed = column.str.to_datetime(strict=False, time_unit="us")
         except pl.exceptions.ComputeError:  # not one of the values looks like a stamp
             parsed = pl.Series(column.name, [None] * len(column), dtype=pl.Datetime("us"))
-        bad = column.filter(parsed.is_null() & column.is_not_null())
+        # Polars would guess which number is the day and which the month.
+        guessed = column.str.contains(r"^\s*\d{1,2}\D").fill_null(False)
+        bad = column.filter((parsed.is_null() | guessed) & column.is_not_null())
         if len(bad):
             raise UserError(
                 f"column {column.name!r} of {source} holds {bad[0]!r}, not a time stamp ({len(bad)} of {len(column)} "
-                "rows): "
-                "write stamps as 2026-01-31 or 2026-01-31 18:00:00"
+                "rows): write stamps as 2026-01-31 or 2026-01-31 18:00:00, or say how a CSV file has them (--time-format %d/%m/%Y)"
             )
         column = parsed
         dtype = column.dtype

@@ -1,6 +1,6 @@
-"""A forecaster's `observe` and `forecast` for one row of many live streams, in place on their stacked state.
+"""A forecaster's `observe` and `forecast` in place on the stacked state of many streams: one row of live ones, or their whole past.
 
-The pure pair copies the state of every stream of a batch out and in again and walks it once for each operation; here a stream's row is
+The pure pair copies the state of every stream of a batch out and in again and walks it once for each operation; here a stream's rows are
 written and read in one pass over its memory. Natively, for a forecaster with carried memory and neither blocks nor covariates; `unsupported`
 says why another goes by the pure pair. The numbers are the same to rounding.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.native import streams
+from kernels.native import rows, streams
 from titans_core.forecaster import QUIETEST, Forecaster, ForecasterState
 from titans_core.state import leaves
 
@@ -39,6 +39,10 @@ class ForecasterRow:
         self._rates = [torch.tensor(season.rates) for season in seasons]
         self._strides = [season.stride for season in seasons]
         self._reads = [season.reads(forecaster.config.horizon) for season in seasons]
+        self._weights = [forecaster.line, forecaster.feature_mean, forecaster.feature_scale, forecaster.offsets]
+        if forecaster.net is not None:
+            first, _, _, last = forecaster.net
+            self._weights += [first.weight.detach().T.contiguous(), first.bias.detach(), last.weight.detach().T.contiguous(), last.bias.detach()]
 
     def __call__(
         self, state: ForecasterState, slots: Tensor, y: Tensor, observed: Tensor, which: Tensor, now: Tensor, ahead: Tensor
@@ -62,18 +66,22 @@ class ForecasterRow:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As a call, but what a forecast is made from: features (n, F), level (n,) and unit (n,) float64, roughness (n,)."""
         tensors = [leaf for _, leaf in leaves(state)]
-        rows, quietest = self.forecaster.config.level_rows, QUIETEST
+        level_rows = self.forecaster.config.level_rows
         return streams.forecaster_row(
-            tensors, self._rates, self._strides, self._reads, rows, quietest, slots, y, observed, which, now, ahead
+            tensors, self._rates, self._strides, self._reads, level_rows, QUIETEST, slots, y, observed, which, now, ahead
         )
 
-    def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor) -> None:
-        """Write T rows of all N streams of `state`, which is changed. Shapes as of `Forecaster.observe`: y, observed (N, T), phase (N, T, G).
+    def observe(self, state: ForecasterState, y: Tensor, observed: Tensor, phase: Tensor, which: Tensor) -> None:
+        """Write T rows of all N streams of `state`, which is changed: y (N, T) float64, observed (N, T) bool.
 
-        For short histories, where the chunks of the pure form cost more to set up than the rows to write.
+        phase (U, T, G) float32: the slots at U runs of times; which (N,) long: the run of each stream.
         """
-        every = torch.arange(len(y))
-        values, seen, times = y.T.contiguous(), observed.T.contiguous(), phase.transpose(0, 1).contiguous()
-        ahead = times[-1].unsqueeze(1).expand(-1, self.forecaster.config.horizon, -1).contiguous()  # what would be read is not looked at
-        for row, was_seen, now in zip(values, seen, times, strict=True):
-            self.move(state, every, row, was_seen, every, now, ahead)
+        rows.forecaster_history([leaf for _, leaf in leaves(state)], self._rates, self.forecaster.config.level_rows, y, observed, phase, which)
+
+    def ahead(self, state: ForecasterState, future: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+        """What `expected` and `forecast` give for all N streams: (N, H) and (N, H, Q) float64.
+
+        future (U, H, G) float32: the slots of the horizon at U times; which (N,) long: the time of each stream.
+        """
+        tensors = [leaf.contiguous() for _, leaf in leaves(state)]
+        return rows.forecaster_ahead(tensors, self._strides, self._reads, self._weights, self.forecaster.config.spread, QUIETEST, future, which)

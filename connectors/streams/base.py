@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol, overload
@@ -162,7 +162,8 @@ class Source(Protocol):
     def poll(self, max_records: int, timeout: float) -> Batch:
         """At most `max_records` lines (good and dead together), in order; waits up to `timeout` seconds for the first.
 
-        A source that has enough records returns exactly `max_records`: batches are cut by position, not by time.
+        A source that has enough records returns exactly `max_records`: batches are cut by position, not by time. A message of many
+        records (Arrow) is one position and comes whole, so that a batch may be longer by all but one of its records.
         """
 
     def positions(self) -> Positions:
@@ -233,6 +234,10 @@ def _parse_json(line: bytes) -> Any:
         return json.loads(line.decode("utf-8"))  # also takes the bare NaN that many programs write
 
 
+# How an Arrow IPC stream begins; no JSON does.
+ARROW = b"\xff\xff\xff\xff"
+# A message is one position and so never cut; a batch may be longer than asked for by so many records.
+ARROW_ROWS = 4096
 COLUMNS = {"unique_id": "unique_id", "ds": "ds", "y": "y", "event_id": "event_id"}
 
 
@@ -262,7 +267,62 @@ class Decoder:
         if missing:
             raise UserError(f"the stream has no column {missing}; it has {self.header}")
 
-    def decode(self, line: bytes, partition: str, offset: int) -> Record | DeadLetter:
+    def decode_message(self, payload: bytes, partition: str, offset: int, name: str | None = None) -> list[Record | DeadLetter]:
+        """A broker's message: one JSON record, or an Arrow IPC stream, a record a row (a dead letter for each that is none)."""
+        if payload[:4] == ARROW:
+            return self._rows(payload, partition, offset, name)
+        return [self.decode(payload, partition, offset, name)]
+
+    def _rows(self, payload: bytes, partition: str, offset: int, name: str | None) -> list[Record | DeadLetter]:
+        import pyarrow as pa
+
+        def refused(reason: str, detail: str) -> list[Record | DeadLetter]:
+            return [DeadLetter(reason, detail, partition, offset, f"Arrow stream of {len(payload)} bytes")]
+
+        if len(payload) > MAX_RECORD_BYTES:
+            return refused("oversize", f"{len(payload)} bytes, at most {MAX_RECORD_BYTES}")
+        ours = {n: c for n, c in self.columns.items() if c is not None and not (n == "unique_id" and name is not None)}
+        try:
+            with pa.ipc.open_stream(payload) as reader:
+                batches, count = [], 0
+                for batch in reader:
+                    batches.append(batch)
+                    count += batch.num_rows
+                    if count > ARROW_ROWS:
+                        return refused("oversize", f"more than {ARROW_ROWS} rows in one message")
+                table = pa.Table.from_batches(batches, reader.schema)
+            missing = [c for n, c in ours.items() if n != "event_id" and c not in table.column_names]
+            if missing:
+                return refused("malformed", f"no column {missing}; it has {table.column_names}")
+            columns = {n: table[c] for n, c in ours.items() if c in table.column_names}
+            if not self.count_steps and (pa.types.is_timestamp(columns["ds"].type) or pa.types.is_date(columns["ds"].type)):
+                columns["ds"] = columns["ds"].cast(pa.timestamp("us"), safe=False).cast(pa.int64())
+                as_time: Callable[[Any], int] = int
+            else:
+                as_time = self._time
+            fields = {n: column.to_pylist() for n, column in columns.items()}
+        except (pa.ArrowException, ValueError, KeyError) as error:
+            return refused("malformed", f"no Arrow stream of records: {(str(error) or type(error).__name__).splitlines()[0]}")
+        nothing = [None] * table.num_rows
+        names = [name] * table.num_rows if name is not None else fields.get("unique_id", [self.columns["y"]] * table.num_rows)
+        out: list[Record | DeadLetter] = []
+        for row, (stream, ds, y, event) in enumerate(zip(names, fields["ds"], fields["y"], fields.get("event_id", nothing), strict=True)):
+            try:
+                if ds is None:
+                    raise ValueError("no time")
+                out.append(Record(self._name(stream), as_time(ds), parse_value(y), None if event is None else str(event), partition, offset))
+            except (ValueError, TypeError, OverflowError) as error:
+                raw = json.dumps({"unique_id": stream, "ds": ds, "y": y, "event_id": event}, default=str)
+                out.append(DeadLetter("malformed", f"row {row} of the message: {error}", partition, offset, raw[:DEAD_LETTER_BYTES]))
+        return out
+
+    def _name(self, value: Any) -> str:
+        if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+            raise ValueError(f"'{self.columns['unique_id']}' is not a name")
+        return str(value)
+
+    def decode(self, line: bytes, partition: str, offset: int, name: str | None = None) -> Record | DeadLetter:
+        """name: of the stream, where the record does not hold it."""
         if len(line) > MAX_RECORD_BYTES:
             return dead_letter("oversize", f"{len(line)} bytes, at most {MAX_RECORD_BYTES}", partition, offset, line)
         try:
@@ -277,12 +337,11 @@ class Decoder:
                     raise ValueError(f"{len(cells)} cells, the header has {len(self.header)}")
                 fields = dict(zip(self.header, cells, strict=True))
             columns = self.columns
-            name = columns["y"] if columns["unique_id"] is None else fields[columns["unique_id"]]
-            if isinstance(name, bool) or not isinstance(name, (str, int)) or name == "":
-                raise ValueError(f"'{columns['unique_id']}' is not a name")
+            if name is None:
+                name = self._name(columns["y"] if columns["unique_id"] is None else fields[columns["unique_id"]])
             event = fields.get(columns["event_id"])
             return Record(
-                str(name),
+                name,
                 self._time(fields[columns["ds"]]),
                 parse_value(fields[columns["y"]]),
                 None if event is None else str(event),
@@ -304,17 +363,23 @@ class Decoder:
     def decode_all(
         self, lines: Sequence[bytes], partitions: list[str], partition: np.ndarray, offset: np.ndarray
     ) -> tuple[Records, list[DeadLetter], np.ndarray]:
-        """`decode` for many lines at once: the good ones as columns, the others, and (n,) bool which were good.
+        """`decode_message` for many at once: the good records as columns, the others, and which line each good one came from, (k,) int64.
 
         partition (n,) int32: which of `partitions` each line came from; offset (n,) int64.
         """
         columns = self._columns(lines) if lines else None
         if columns is not None:
-            return Records(*columns, partitions, partition, offset), [], np.ones(len(lines), dtype=bool)
+            return Records(*columns, partitions, partition, offset), [], np.arange(len(lines))
         # Something is unusual: line by line, so that each gets its own verdict.
-        whole = [self.decode(line, partitions[p], int(o)) for line, p, o in zip(lines, partition, offset, strict=True)]
-        good = np.array([isinstance(one, Record) for one in whole], dtype=bool)
-        return Records.of([one for one in whole if isinstance(one, Record)]), [one for one in whole if isinstance(one, DeadLetter)], good
+        records, dead, source = [], [], []
+        for i, (line, p, o) in enumerate(zip(lines, partition, offset, strict=True)):
+            for one in self.decode_message(line, partitions[p], int(o)):
+                if isinstance(one, Record):
+                    records.append(one)
+                    source.append(i)
+                else:
+                    dead.append(one)
+        return Records.of(records), dead, np.array(source, dtype=np.int64)
 
     def _columns(self, lines: Sequence[bytes]) -> tuple[list[str], np.ndarray, np.ndarray, list[str | None] | None] | None:
         """unique_id, ds, y, event_id of JSON lines that are all plain; None when one of them needs a closer look."""

@@ -441,9 +441,13 @@ class ParquetSink:
             name = f"part-{self.next:010d}.parquet"
             temporary = self.path / f".{name}"
             with _space_for(self.path):
-                # Statistics and strong compression cost more time than they save on short files.
-                pl.concat(self.rows).write_parquet(temporary, compression="lz4", statistics=False)
-                with open(temporary, "rb") as file:
+                # Statistics and strong compression cost more time than they save on short files; so do the threads with which polars
+                # writes a file itself.
+                whole = io.BytesIO()
+                pl.concat(self.rows).write_parquet(whole, compression="lz4", statistics=False)
+                with open(temporary, "wb") as file:
+                    file.write(whole.getbuffer())
+                    file.flush()
                     os.fsync(file.fileno())
                 os.replace(temporary, self.path / name)
                 sync_folder(self.path)

@@ -7,16 +7,17 @@ import logging
 import time
 from collections.abc import Mapping
 from typing import Any, cast
-from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
+from connectors.streams.address import Address, parse
+from connectors.streams.base import ARROW, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows
 
 LOGGER = logging.getLogger("tethys.kafka")
 OPEN_SECONDS = 10.0
+FORM = "kafka://HOST:PORT[,HOST:PORT]/TOPIC?group=NAME&partitions=0,2"
 
 
 def _client() -> Any:
@@ -27,13 +28,11 @@ def _client() -> Any:
     return confluent_kafka
 
 
-def parse_address(address: str) -> tuple[str, str, dict[str, str]]:
-    """`kafka://HOST:PORT[,HOST:PORT]/TOPIC?group=NAME&partitions=0,2` -> servers, topic, options."""
-    parts = urlsplit(address)
-    topic = parts.path.strip("/")
-    if parts.scheme != "kafka" or not parts.netloc or not topic or "/" in topic:
-        raise UserError(f"'{address}' is not kafka://HOST:PORT/TOPIC")
-    return parts.netloc, topic, {name: values[-1] for name, values in parse_qs(parts.query).items()}
+def parse_address(address: str) -> Address:
+    found = parse(address, ("kafka", None), 9092, FORM, ("group", "partitions"), cluster=True)
+    if "/" in found.name:
+        raise UserError(f"'{address}' is not {FORM}")
+    return found
 
 
 def _chosen(text: str | None, existing: list[int], topic: str) -> list[int]:
@@ -46,7 +45,7 @@ def _chosen(text: str | None, existing: list[int], topic: str) -> list[int]:
 
 
 class KafkaSource:
-    """The partitions of one topic, JSON values. Positions: `TOPIC[PARTITION]` -> next offset.
+    """The partitions of one topic, JSON or Arrow. Positions: `TOPIC[PARTITION]` -> next offset.
 
     `?partitions=0,2` in the address takes only these: several workers, each with its own checkpoint, share a topic so.
 
@@ -64,7 +63,8 @@ class KafkaSource:
     ):
         kafka = _client()
         self._kafka = kafka
-        servers, self.topic, options = parse_address(address)
+        found = parse_address(address)
+        servers, self.topic, options = found.place, found.name, found.options
         self.ended = False
         self.follow = follow
         self.consumer = kafka.Consumer(
@@ -77,24 +77,30 @@ class KafkaSource:
                 "enable.partition.eof": False,
                 # Events wait no longer at the end of a topic. Pausing an idle consumer instead would cost them half a second.
                 "fetch.wait.max.ms": 20,
+                # The next fetch of a partition waits until all that is here is taken, and so long. A broker that answers an empty fetch
+                # at once instead of holding it back would otherwise be asked fifty thousand times a second, a core's worth on either side.
+                "queued.min.messages": 1,
+                "fetch.queue.backoff.ms": 10,
             },
             logger=LOGGER,
         )
         try:
-            found = self.consumer.list_topics(self.topic, timeout=OPEN_SECONDS).topics[self.topic]
+            topic = self.consumer.list_topics(self.topic, timeout=OPEN_SECONDS).topics[self.topic]
         except kafka.KafkaException as error:
             raise UserError(f"cannot reach the broker at {servers}: {error.args[0].str()}") from error
-        if found.error is not None or not found.partitions:
+        if topic.error is not None or not topic.partitions:
             raise UserError(f"the broker at {servers} has no topic '{self.topic}'")
-        chosen = _chosen(options.get("partitions"), sorted(found.partitions), self.topic)
+        chosen = _chosen(options.get("partitions"), sorted(topic.partitions), self.topic)
         self.next = dict.fromkeys(chosen, 0)
         self.ends: dict[int, int] = {}
         for number in self.next:
             low, high = self._watermarks(number)
             self.next[number] = low
             self.ends[number] = high
-        self.partition_names = [f"{self.topic}[{number}]" for number in range(max(found.partitions) + 1)]
+        self.partition_names = [f"{self.topic}[{number}]" for number in range(max(topic.partitions) + 1)]
         self.decoder = Decoder("json", columns, count_steps=count_steps)
+        self.rest: list[Any] = []
+        """Messages that were fetched and not taken yet."""
         self._assign()
 
     def _watermarks(self, number: int) -> tuple[int, int]:
@@ -109,16 +115,30 @@ class KafkaSource:
         if not self.follow and all(self.next[p] >= self.ends[p] for p in self.next):
             self.ended = True
             return Batch([], [])
-        messages: list[Any] = []
+        messages, self.rest = self.rest, []
         deadline = time.monotonic() + timeout
         while len(messages) < max_records:
             # With a first record in hand only what has already arrived is added; latency comes before batch size.
             wait = 0.0 if messages else max(0.0, deadline - time.monotonic())
-            found = self.consumer.consume(max_records - len(messages), timeout=wait)
+            # Asked for more than one, the client waits out the whole timeout unless there are so many.
+            found = self.consumer.consume(max_records - len(messages) if messages else 1, timeout=wait)
             messages += found if self._error_free(found) else self._checked(found)
             if not found and (messages or time.monotonic() >= deadline):
                 break
+        if len(messages) > 1 and any((message.value() or b"").startswith(ARROW) for message in messages):
+            return self._some(messages, max_records)
         return self._decode(messages)
+
+    def _some(self, messages: list[Any], max_records: int) -> Batch:
+        """Messages of many records, taken until there are enough; the others wait."""
+        batch = Batch([], [])
+        for at, message in enumerate(messages):
+            if len(batch) >= max_records:
+                self.rest = messages[at:]
+                break
+            one = self._decode([message])
+            batch = Batch([*batch.records, *one.records], batch.dead + one.dead, batch.sent + one.sent)
+        return batch
 
     @staticmethod
     def _error_free(messages: list[Any]) -> bool:
@@ -153,9 +173,9 @@ class KafkaSource:
             messages = [message for message, use in zip(messages, wanted, strict=True) if use]
             partition, offset = partition[wanted], offset[wanted]
         lines = [message.value() or b"" for message in messages]
-        records, dead, good = self.decoder.decode_all(lines, self.partition_names, partition, offset)
+        records, dead, which = self.decoder.decode_all(lines, self.partition_names, partition, offset)
         sent = np.array([message.timestamp()[1] for message in messages]) / 1e3
-        return Batch(cast(list[Record], records), dead, sent[good].tolist())
+        return Batch(cast(list[Record], records), dead, sent[which].tolist())
 
     def positions(self) -> Positions:
         return {f"{self.topic}[{number}]": offset for number, offset in self.next.items()}
@@ -171,6 +191,7 @@ class KafkaSource:
             if not self.follow and offset > self.ends[known[name]]:
                 raise self._gone(known[name])
         self.ended = False
+        self.rest = []
         self._assign()
 
     def _gone(self, number: int) -> UserError:
@@ -188,14 +209,16 @@ class KafkaSource:
         except kafka.KafkaException:
             return  # only the lag display is behind; the checkpoint holds the truth
 
-    def lag(self) -> int | None:
-        # The ends that came with the last fetched messages; asking the broker would cost a round trip a batch.
-        waiting = 0
+    def lags(self) -> dict[str, int]:
+        """What waits in each partition: up to the ends that came with the last fetched messages; asking would cost a round trip a batch."""
+        waiting = {}
         for number, offset in self.next.items():
-            partition = self._kafka.TopicPartition(self.topic, number)
-            _, high = self.consumer.get_watermark_offsets(partition, cached=True)
-            waiting += max(0, high - offset)
+            _, high = self.consumer.get_watermark_offsets(self._kafka.TopicPartition(self.topic, number), cached=True)
+            waiting[f"{self.topic}[{number}]"] = max(0, high - offset)
         return waiting
+
+    def lag(self) -> int | None:
+        return sum(self.lags().values())
 
     def close(self) -> None:
         self.consumer.close()
@@ -210,7 +233,8 @@ class KafkaSink:
 
     def __init__(self, address: str):
         kafka = _client()
-        servers, self.topic, _ = parse_address(address)
+        found = parse_address(address)
+        servers, self.topic = found.place, found.name
         self.producer = kafka.Producer(
             {"bootstrap.servers": servers, "enable.idempotence": True, "linger.ms": 5, "compression.type": "lz4"},
             logger=LOGGER,

@@ -25,7 +25,7 @@ OPEN_SECONDS = 10.0
 UNACKNOWLEDGED = 20_000
 """Messages that the broker may send ahead of the commit: back-pressure (a broker may allow fewer, Mosquitto 20)."""
 FOREVER = 0xFFFFFFFF
-FORM = "mqtt://HOST:PORT/TOPIC?client=NAME"
+FORM = "mqtt://HOST:PORT/TOPIC?client=NAME&id=topic"
 
 
 class _Connection:
@@ -42,8 +42,11 @@ class _Connection:
             from paho.mqtt.subscribeoptions import SubscribeOptions
         except ImportError as error:
             raise UserError("MQTT needs the extra 'mqtt': pip install 'tethys-streams[mqtt]'") from error
-        found = parse(address, ("mqtt", "mqtts"), 8883 if address.startswith("mqtts") else 1883, FORM, ("client",))
+        found = parse(address, ("mqtt", "mqtts"), 8883 if address.startswith("mqtts") else 1883, FORM, ("client", "id"))
         self.topic, self.place = found.name, found.place
+        self.named_by_topic = "id" in found.options
+        if found.options.get("id", "topic") != "topic":
+            raise UserError(f"id={found.options['id']} names no stream: write id=topic, or leave it out where the records hold their stream's name")
         self.client_name = found.options.get("client", default_client)
         self.refused: str | None = None
         """Why the broker refused; empty: it did not; None: it has not answered yet."""
@@ -112,7 +115,10 @@ class _Connection:
 
 
 class MqttSource:
-    """The messages of one topic or filter (`sensors/+/value`, `sensors/#`), JSON values. Position: how many were taken."""
+    """The messages of one topic or filter (`sensors/+/value`, `sensors/#`), JSON or Arrow. Position: how many were taken.
+
+    `?id=topic` in the address: each topic is one stream, of its name; the records need not hold one.
+    """
 
     def __init__(self, address: str, *, columns: Mapping[str, str | None] | None = None, count_steps: bool = False, follow: bool = True):
         if not follow:
@@ -144,12 +150,13 @@ class MqttSource:
             self.taken += 1
             if message.qos:
                 self.unacknowledged.append((self.taken, message.mid, message.qos))
-            outcome = self.decoder.decode(message.payload, self.topic, self.taken)
-            if isinstance(outcome, Record):
-                batch.records.append(outcome)
-                batch.sent.append(arrived)
-            else:
-                batch.dead.append(outcome)
+            name = message.topic if self.connection.named_by_topic else None
+            for outcome in self.decoder.decode_message(message.payload, self.topic, self.taken, name):
+                if isinstance(outcome, Record):
+                    batch.records.append(outcome)
+                    batch.sent.append(arrived)
+                else:
+                    batch.dead.append(outcome)
         return batch
 
     def positions(self) -> Positions:

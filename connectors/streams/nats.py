@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Coroutine, Mapping
 from typing import Any
 from uuid import uuid4
@@ -79,7 +80,7 @@ class _Connection:
 
 
 class NatsSource:
-    """The messages of one JetStream stream, JSON values, of one subject if the address names it.
+    """The messages of one JetStream stream, JSON or Arrow, of one subject if the address names it.
 
     Position: the sequence number of the last message. A message that the stream dropped before it was read is an error.
     """
@@ -99,6 +100,8 @@ class NatsSource:
         self.end = state.last_seq
         self.born = str(self.connection.about(self.stream).created)
         self.consumer: Any = None
+        self.rest: deque[Any] = deque()
+        """Messages that were fetched and not taken yet."""
         self.waiting: int | None = None
 
     def _open(self) -> Any:
@@ -128,6 +131,9 @@ class NatsSource:
             if not self.follow and self.last >= self.end:
                 self.ended = True
                 break
+            if self.rest:  # of messages of many records
+                self._take(self.rest.popleft(), batch)
+                continue
             wait = max(0.02, 0.02 if len(batch) else deadline - time.monotonic())
             try:
                 if self.consumer is None:
@@ -143,8 +149,7 @@ class NatsSource:
                 LOGGER.warning("%s: %s", self.stream, error)
                 self.consumer, messages = None, []
                 time.sleep(0.05)
-            for message in messages:
-                self._take(message, batch)
+            self.rest += messages
             if not messages and (len(batch) or time.monotonic() >= deadline):
                 break
         return batch
@@ -156,12 +161,12 @@ class NatsSource:
             return
         if self.subject is None and number != self.last + 1 and self._dropped():
             raise UserError(f"the NATS stream '{self.stream}' dropped messages {self.last + 1} to {number - 1} before they were read")
-        outcome = self.decoder.decode(message.data, self.stream, number)
-        if isinstance(outcome, Record):
-            batch.records.append(outcome)
-            batch.sent.append(about.timestamp.timestamp())
-        else:
-            batch.dead.append(outcome)
+        for outcome in self.decoder.decode_message(message.data, self.stream, number):
+            if isinstance(outcome, Record):
+                batch.records.append(outcome)
+                batch.sent.append(about.timestamp.timestamp())
+            else:
+                batch.dead.append(outcome)
         self.last, self.waiting = number, about.num_pending
 
     def _dropped(self) -> bool:
@@ -178,7 +183,11 @@ class NatsSource:
         if place["born"] != self.born:
             raise UserError(f"the NATS stream '{self.stream}' was made anew since the checkpoint: start with a new checkpoint")
         self.last, self.ended = int(place["last"]), False
+        self.rest.clear()
         self.consumer, self.waiting = self._open(), None
+
+    def reached(self) -> int:
+        return self.last
 
     def commit(self, positions: Positions) -> None:
         return None

@@ -159,6 +159,10 @@ class PostgresSource:
             raise UserError(f"the table {self.table} was made anew since the checkpoint: start with a new checkpoint")
         self.last, self.ended = (int(place["transaction"]), int(place["number"])), False
 
+    def reached(self) -> int:
+        """Of the last row, in the order of transactions and then of numbers."""
+        return (self.last[0] << 64) + self.last[1]
+
     def commit(self, positions: Positions) -> None:
         return None
 

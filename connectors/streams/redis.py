@@ -21,7 +21,7 @@ from connectors.streams.base import Batch, Decoder, Positions, Record, to_ndjson
 OPEN_SECONDS = 10.0
 FORM = "redis://HOST:PORT/STREAM?db=0"
 VALUE = b"value"
-"""The field that holds a record as JSON; an entry without it is a record itself, field by field."""
+"""The field that holds a record as JSON, or many as an Arrow stream; an entry without it is a record itself, field by field."""
 START = "0-0"
 
 
@@ -99,12 +99,14 @@ class RedisSource:
                 line = fields.get(VALUE) if fields else b""
                 if line is None:
                     line = orjson.dumps({name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, value in fields.items()})
-                outcome = self.decoder.decode(line, self.stream, self.seen)
-                if isinstance(outcome, Record):
-                    batch.records.append(outcome)
-                    batch.sent.append(_sent(identity))
-                else:
-                    batch.dead.append(outcome)
+                for outcome in self.decoder.decode_message(line, self.stream, self.seen):
+                    if isinstance(outcome, Record):
+                        batch.records.append(outcome)
+                        batch.sent.append(_sent(identity))
+                    else:
+                        batch.dead.append(outcome)
+                if len(batch) >= max_records:
+                    break  # entries of many records: the others are read again
             if entries:
                 continue
             wait = deadline - time.monotonic()
@@ -154,6 +156,11 @@ class RedisSource:
         self.last, self.seen = positions[self.stream]["last"], int(positions[self.stream]["seen"])
         self.ended = False
         self._read(1)  # says at once whether events were lost
+
+    def reached(self) -> int:
+        """Of the last entry, in the order of their ids."""
+        milliseconds, number = self.last.split("-")
+        return (int(milliseconds) << 64) + int(number)
 
     def commit(self, positions: Positions) -> None:
         return None

@@ -18,7 +18,7 @@ from pathlib import Path
 from kernels.native import HERE, LIBRARY, fingerprint
 
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi")
-BOUND = ("bindings", "streams")  # with torch's headers; streams.cpp holds the loops of its own operators
+BOUND = ("bindings", "streams", "rows")  # with torch's headers; the last two hold the loops of their own operators
 X86 = ((16, "x86-64-v4"), (8, "x86-64-v3"), (4, "x86-64"))  # floats a vector, -march
 
 

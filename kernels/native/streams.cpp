@@ -7,50 +7,9 @@
 #include <limits>
 #include <vector>
 
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-#if defined(__x86_64__) && defined(__linux__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define CLONES
-#endif
+#include "tensors.h"
 
 namespace {
-
-template <class T> struct Kind;
-template <> struct Kind<float> { static constexpr auto value = ScalarType::Float; };
-template <> struct Kind<double> { static constexpr auto value = ScalarType::Double; };
-template <> struct Kind<int64_t> { static constexpr auto value = ScalarType::Long; };
-template <> struct Kind<int16_t> { static constexpr auto value = ScalarType::Short; };
-template <> struct Kind<bool> { static constexpr auto value = ScalarType::Bool; };
-
-// The numbers of a contiguous tensor of this shape; -1: any size.
-template <class T> T* data(const Tensor& t, const char* name, std::vector<int64_t> shape) {
-  STD_TORCH_CHECK(t.scalar_type() == Kind<T>::value, "tethys_native: ", name, " has the wrong dtype");
-  STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous(), "tethys_native: ", name, " must be contiguous and on the CPU");
-  STD_TORCH_CHECK(t.dim() == (int64_t)shape.size(), "tethys_native: ", name, " has ", t.dim(), " dimensions, expected ", shape.size());
-  for (size_t i = 0; i < shape.size(); ++i)
-    STD_TORCH_CHECK(shape[i] < 0 || t.size(i) == shape[i], "tethys_native: ", name, " has size ", t.size(i), " in dimension ", i,
-                    ", expected ", shape[i]);
-  return (T*)t.data_ptr();
-}
-
-const int64_t* within(const Tensor& t, const char* name, int64_t n, int64_t limit) {
-  const int64_t* p = data<int64_t>(t, name, {n});
-  for (int64_t i = 0; i < n; ++i) STD_TORCH_CHECK(p[i] >= 0 && p[i] < limit, "tethys_native: ", name, " must lie in [0, ", limit, ")");
-  return p;
-}
-
-struct Season {
-  float *W, *visits;   // (N, heads, 1, slots), (N, slots)
-  const float* rates;  // (heads)
-  int64_t heads, slots, stride, reads;
-};
 
 struct ForecasterCall {
   int64_t n, L, H, G, d;
@@ -161,6 +120,7 @@ void forecaster_row(std::vector<Tensor> state, std::vector<Tensor> rates, std::v
 }
 
 constexpr double kTiny = std::numeric_limits<double>::min(), kNaN = std::numeric_limits<double>::quiet_NaN();
+constexpr double kEpsilon = std::numeric_limits<double>::epsilon();
 constexpr int64_t kOutlier = 1, kLevel = 2, kScale = 4, kUnusual = 8;
 
 // The constants of pipelines.streaming.monitors, in the order in which it gives them.
@@ -212,7 +172,8 @@ void judge(const WatchCall& c, int64_t i, double* residual) {
     if (k == 0) {
       c.covered[i] = judged && !missed;
       size0 = std::fabs(off);
-      c.surprise[i] = size0 / least((due[2] - due[0]) / r.normal_width, kTiny);
+      const double width = due[2] - due[0];
+      c.surprise[i] = width > kEpsilon * std::fabs(due[1]) ? size0 / (width / r.normal_width) : size0 == 0 ? 0.0 : kNaN;
     }
   }
   // Running scales, outliers and drift, of the first and the last tracked step.

@@ -18,6 +18,7 @@ import importlib.metadata
 import io
 import json
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 from zoneinfo import ZoneInfo
 
 import numpy as np
@@ -52,8 +53,11 @@ NOTHING = pl.DataFrame(schema={"unique_id": pl.String})
 _DIGEST = 16
 
 
-class _Settings(pydantic.BaseModel):
+class Settings(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+S = TypeVar("S", bound=Settings)
 
 
 def _without_secrets(uri: str) -> str:
@@ -67,7 +71,7 @@ def _without_secrets(uri: str) -> str:
 Uri = Annotated[str, pydantic.AfterValidator(_without_secrets)]
 
 
-class Input(_Settings):
+class Input(Settings):
     uri: Uri
     id_column: str | None = "unique_id"
     time_column: str = "ds"
@@ -75,14 +79,14 @@ class Input(_Settings):
     csv: tables.CsvForm | None = None
 
 
-class Future(_Settings):
+class Future(Settings):
     """A table of the covariates known ahead, with the ids and stamps of the input under the same names."""
 
     uri: str
     csv: tables.CsvForm | None = None
 
 
-class Output(_Settings):
+class Output(Settings):
     """uri: the table to write; `{as_of}` in it becomes the date. keep_other_dates: one table for all dates; a run
     replaces the rows of its own date and leaves the others."""
 
@@ -90,12 +94,12 @@ class Output(_Settings):
     keep_other_dates: bool = False
 
 
-class Model(_Settings):
+class Model(Settings):
     name: str
     version: str = "champion"
 
 
-class Job(_Settings):
+class Job(Settings):
     """What a job file holds.
 
     future: covariates known ahead; where absent the input's own rows from the date on hold them. zone: of stamps without one, and of
@@ -209,6 +213,11 @@ class Summary:
 
 def read_job(path: str | Path) -> Job:
     """A job file. Raises UserError that names the file and each field at fault."""
+    return read_settings(path, Job, "docs/examples/job.yaml")
+
+
+def read_settings(path: str | Path, kind: type[S], example: str) -> S:
+    """The settings of a YAML file. Raises UserError that names the file, each field at fault, and an example."""
     path = Path(path)
     try:
         data = yaml.safe_load(path.read_text())
@@ -217,9 +226,9 @@ def read_job(path: str | Path) -> Job:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if not isinstance(data, dict):
-        raise UserError(f"{path} holds no settings: see docs/examples/job.yaml")
+        raise UserError(f"{path} holds no settings: see {example}")
     try:
-        return Job.model_validate(data)
+        return kind.model_validate(data)
     except pydantic.ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise UserError(f"{path}: {faults}") from None
@@ -281,6 +290,9 @@ def run_shards(job: Job, model: Loaded, as_of: str, tell: Any = lambda part: Non
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         source = _staged(job.input, job.input.id_column, folder / "input.parquet")
+        if job.future is not None and not model.estimator.encoder_.ahead:
+            # No mistake that may stop a night: the next version of the model may want them again.
+            print(f"warning: {model.name} knows no covariate ahead, and reads nothing of the future {job.future.uri}", file=sys.stderr)
         future = None if job.future is None else _staged(job.future, job.input.id_column, folder / "future.parquet")
         shards, no_id = _shards(job, model, as_of, source, folder)
         parts = []

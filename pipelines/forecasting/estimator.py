@@ -27,6 +27,7 @@ from pipelines.forecasting.covariates import Calendar, Encoder
 from pipelines.windows import Panel, continue_grid, panel
 from titans_core.config import Mixer, Rule
 from titans_core.forecaster import Forecaster, ForecasterConfig, ForecasterState, Memory
+from titans_core.forecaster_row import ForecasterRow, unsupported
 from titans_core.learner import Learner, LearnerState, gain_on
 from titans_core.outcome import OutcomeConfig, OutcomeMemory
 from titans_core.patches import PatchConfig
@@ -65,7 +66,8 @@ class TitansForecaster(BaseEstimator):
     happened, and of the series itself; calendar: features of the stamp (`pipelines.forecasting.covariates`). outcomes: an outcome memory
     beside the sequence memory, kept only where it helps on validation; each row is then read by itself, which takes far longer.
 
-    After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`.
+    After fit: `forecaster_`, `state_` (one stream a series), `ids_`, `last_ds_`, `frequency_`, `line_`, `valid_error_`, and `trained_on_`
+    (the series that training looked at).
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class TitansForecaster(BaseEstimator):
         self.frequency_, self.ids_ = table.frequency, table.ids
         chosen = np.random.default_rng(self.seed).permutation(len(y))[:MAX_SERIES]
         chosen.sort()
+        self.trained_on_ = tuple(table.ids[i] for i in chosen)
         rows = self._rows(table, grid, y, observed, seasons, chosen)
         torch.manual_seed(self.seed)
         model = Forecaster(config)
@@ -153,6 +156,8 @@ class TitansForecaster(BaseEstimator):
         valid = torch.arange(border, total - self.horizon + 1, stride)
         try:
             self.line_, train_windows, valid_windows = self._solved(model, start, rows, border, train, valid)
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(
                 f"{error}: too many values are missing, or no series is as long as look-back and horizon"
@@ -188,6 +193,11 @@ class TitansForecaster(BaseEstimator):
     def memory_(self) -> Forecaster | Learner:
         """What reads and forecasts a stream: the forecaster, with its outcome memory where it has one."""
         return self.forecaster_ if self.outcome_ is None else Learner(self.forecaster_, self.outcome_)
+
+    @property
+    def in_place(self) -> ForecasterRow | None:
+        """The native form of `memory_`, where it has one."""
+        return None if self.outcome_ is not None or unsupported(self.forecaster_) else ForecasterRow(self.forecaster_)
 
     def remember(self, table: Panel) -> TitansForecaster:
         """Forget all series; fresh memories read those of a panel from first row to last. Trains nothing."""
@@ -363,7 +373,9 @@ class TitansForecaster(BaseEstimator):
             given = config["parameters"]
             parameters: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
             loaded = cls(**parameters)
-            loaded.encoder_ = Encoder.from_json(config["covariates"])
+            # Models of before there were covariates say nothing of them.
+            none: dict[str, Any] = {"frequency": config["frequency"], "zone": loaded.zone, "calendar": [], "future": [], "historic": [], "static": []}
+            loaded.encoder_ = Encoder.from_json(config.get("covariates", none))
             learns = config.get("outcome")
             loaded.forecaster_, loaded.outcome_ = load_weights(
                 weights, ForecasterConfig.from_json(config["forecaster"]), None if learns is None else OutcomeConfig.from_json(learns)
@@ -400,6 +412,14 @@ class TitansForecaster(BaseEstimator):
     ) -> list[Windows]:
         """The windows at the origins of each group, with their weights. Where most series are older than a look-back, younger ones teach nothing."""
         found, _ = replay(model, start, rows, groups)
+        for windows in found:
+            if len(bad := torch.nonzero(~windows.x.isfinite().all(1) | windows.y.isinf().any(1)).flatten()):
+                names = [self.trained_on_[i] for i in sorted(set((bad % len(rows.y)).tolist()))]
+                told = ", ".join(map(repr, names[:10])) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+                raise UserError(
+                    f"{len(bad)} training windows of {len(names)} series are no numbers in float32 ({told}): their values jump by more than "
+                    "1e38 times what they moved before; leave these series out"
+                )
         scale = None
         if self.scale_lag is not None:
             known = torch.where(rows.observed, rows.y, torch.nan)[:, :border]
@@ -447,6 +467,7 @@ class TitansForecaster(BaseEstimator):
         phase = phases(self.frequency_, model.config.seasons, self.zone)
         given, static = self.encoder_.of_panel(table)
         lengths, parts, order = table.lengths, [], []
+        in_place = self.in_place
         with torch.inference_mode():
             # Series of one length together: no padding, and equal numbers however many share a call.
             for length in np.unique(lengths):
@@ -459,12 +480,15 @@ class TitansForecaster(BaseEstimator):
                     )
                     # Most series of a table stand at the same stamps: their calendar is worked out once.
                     alike = (ds == ds[0]).all()
-                    calendar = self._slots(phase, ds[0])[None].repeat(len(ds), 0) if alike else np.stack([self._slots(phase, row) for row in ds])
-                    slots = calendar if self.outcome_ is not None else np.concatenate([calendar, beside], axis=2)
+                    calendar = np.stack([self._slots(phase, row) for row in (ds[:1] if alike else ds)])
+                    which_run = np.zeros(len(ds), np.int64) if alike else np.arange(len(ds))
                     state: Any = model.initial_state(len(some))
-                    parts.append(
-                        model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
-                    )
+                    if in_place is not None:
+                        in_place.observe(state, *map(torch.from_numpy, (y, seen, calendar, which_run)))
+                    else:
+                        slots = calendar[which_run] if self.outcome_ is not None else np.concatenate([calendar[which_run], beside], axis=2)
+                        state = model.observe(state, torch.from_numpy(y), torch.from_numpy(seen), torch.from_numpy(slots))
+                    parts.append(state)
                     order.append(some)
             place = np.argsort(np.concatenate(order))
             return select(stack(parts), torch.from_numpy(place)), table.ds[table.offsets[1:] - 1], static
@@ -501,10 +525,14 @@ class TitansForecaster(BaseEstimator):
         grid = np.stack([continue_grid(d, self.frequency_, config.horizon) for d in ends])
         stamps = grid[which]
         beside = self.encoder_.of_future(ids, last_ds, static, future, config.horizon)
-        ahead = torch.from_numpy(np.concatenate([np.stack([phase(row) for row in grid])[which], beside], axis=2))
+        calendar = np.stack([phase(row) for row in grid])
+        in_place = self.in_place
         with torch.inference_mode():
-            mean = model.expected(state, ahead).numpy()
-            around = model.forecast(state, ahead).numpy()
+            if in_place is not None:
+                mean, around = (part.numpy() for part in in_place.ahead(state, torch.from_numpy(calendar), torch.from_numpy(which)))
+            else:
+                ahead = torch.from_numpy(np.concatenate([calendar[which], beside], axis=2))
+                mean, around = model.expected(state, ahead).numpy(), model.forecast(state, ahead).numpy()
         columns: dict[str, Any] = {
             "unique_id": np.repeat(np.array(ids, dtype=object), config.horizon).tolist(),
             "ds": stamps.reshape(-1),

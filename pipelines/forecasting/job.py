@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,10 +94,12 @@ def train(
     static: tuple[str, ...] = (),
     calendar: tuple[Calendar, ...] = (),
     parameters: Mapping[str, Any] | None = None,
+    ets: int | None = None,
 ) -> TrainResult:
     """Table -> training with a progress bar -> backtest beside baselines -> MLflow run and registered version -> forecasts and a plot.
 
     `parameters` of the forecaster, as a search leaves them (`pipelines.forecasting.tune.read_params`), come before those given one by one.
+    `ets`: series that the baseline ETS is fitted to (`pipelines.forecasting.backtest.Backtest`).
 
     The last fifth of the rows is the backtest; the model is trained and chosen on the rows before it, and its memories then read on to the
     end. Where covariates must be known ahead and no future of them is given, the forecasts begin one horizon before the end. Raises
@@ -113,9 +115,10 @@ def train(
     torch.set_flush_denormal(True)
     if executor == "ray":
         ray_cluster()
+    window = {name: given.get(name, value) for name, value in (("look_back", look_back), ("horizon", horizon))}
     found = read_table(
         data,
-        reading,
+        replace(reading, rules=replace(reading.rules, **window)),
         frequency=frequency,
         id_column=id_column,
         time_column=time_column,
@@ -137,7 +140,7 @@ def train(
     with _bar("training", 2 * epochs) as tell:
         model.fit(_until(table, known), tell)
     folder.mkdir(parents=True, exist_ok=True)
-    contest = rolling.Backtest(model, table, _origins(table, known, horizon), known)
+    contest = rolling.Backtest(model, table, _origins(table, known, horizon), known, ets)
     _forecast_all(contest, folder / "backtest.parquet")
     board = contest.scores.leaderboard()
     forecast, ahead, example = _last_forecast(model, found)
@@ -213,11 +216,12 @@ def backtest(
     output: str | Path = "runs/backtest",
     report: str | Path | None = None,
     reading: Reading = STRICT,
+    ets: int | None = None,
 ) -> BacktestResult:
     """A registered model beside the baselines at the last rolling origins of a table; the baselines are fitted before the first origin.
 
     Writes forecasts (`backtest.parquet`), `series.parquet` (a row a series), `leaderboard.json` and the page `report` (in the folder of
-    `output` where None), and logs them, but for the forecasts, to an MLflow run.
+    `output` where None), and logs them, but for the forecasts, to an MLflow run. `ets`: series that the baseline ETS is fitted to.
     """
     from pipelines import tracking
 
@@ -233,7 +237,7 @@ def backtest(
     _same_frequency(model, table, data)
     at = rolling.rolling_origins(table, model.horizon, origins, model.look_back)
     folder.mkdir(parents=True, exist_ok=True)
-    contest = rolling.Backtest(model, table, at, int(at[0]))
+    contest = rolling.Backtest(model, table, at, int(at[0]), ets)
     paths = {part: folder / part for part in ("backtest.parquet", "series.parquet", "leaderboard.json")}
     page = folder / "report.html" if report is None else Path(report)
     _forecast_all(contest, paths["backtest.parquet"])

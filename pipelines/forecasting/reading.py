@@ -61,10 +61,14 @@ def read_table(
     """The series of a table; `ahead` names those of the covariates that the rows after the last must have.
 
     Where no table of the future is named, rows after a series' last value are its future, if there are covariates to be known ahead.
-    Warnings go to standard error. Raises UserError with everything that the rules refuse.
+    Warnings go to standard error, and which series are shorter than a training window, where the rules say how long that is. Raises
+    UserError with everything that the rules refuse.
     """
     if twice := sorted({name for name in covariates if covariates.count(name) > 1}):
         raise UserError(f"covariate {', '.join(map(repr, twice))} is named twice: it is either future, historic or static")
+    if reading.future is not None and not ahead:
+        raise UserError(f"no covariate is to be known ahead here, and {reading.future} is given as the table of the future: leave it out, or name "
+                        "the covariates (--future-covariate)")
     if taken := [name for name in covariates if name in (id_column, time_column, target_column)]:
         raise UserError(f"column {', '.join(map(repr, taken))} is the id, the time or the target, and no covariate: leave it out")
     rules = dataclasses.replace(reading.rules, frequency=frequency)
@@ -78,8 +82,9 @@ def read_table(
     if ahead and reading.future is None and {time_column, target_column, *([id_column] if id_column else [])} <= set(frame.columns):
         frame, future = split_future(frame, id_column, time_column, target_column)
     checked = check(frame, rules, source=uri, **columns)
-    for finding in checked.report.of_level("warning"):
-        print(f"warning: {finding.kind}: {finding.message}: {finding.remedy}", file=sys.stderr)
+    for finding in checked.report.findings:
+        if finding.level == "warning" or (finding.level, finding.kind) == ("note", "short"):
+            print(f"{finding.level}: {finding.kind}: {finding.message}: {finding.remedy}", file=sys.stderr)
     checked.report.require()
     steps = list(checked.report.frequencies)
     step = frequency or (steps[0] if len(steps) == 1 else None)

@@ -118,8 +118,12 @@ def _judged(held: float, share: float) -> str:
 
 
 def _rival(board: Sequence[dict[str, Any]]) -> str | None:
-    """The best baseline: the first of the leaderboard that is not the model."""
-    return next((str(row["model"]) for row in board if row["model"] != MODEL), None)
+    """The best baseline: the first of the leaderboard that is not the model, and forecast as many series."""
+    return next((str(row["model"]) for row in _of_all(board) if row["model"] != MODEL), None)
+
+
+def _of_all(board: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in board if "series" not in row]
 
 
 def _kicker(contest: Backtest) -> str:
@@ -133,8 +137,9 @@ def _kicker(contest: Backtest) -> str:
 
 def _tiles(scores: Scores, board: Sequence[dict[str, Any]], rival: str | None) -> list[tuple[str, str, str]]:
     mine = next(row for row in board if row["model"] == MODEL)
-    place = [row["model"] for row in board].index(MODEL) + 1
-    tiles = [(number(mine["mase"] if scores.in_scale else mine["mae"]), "MASE" if scores.in_scale else "MAE", f"place {place} of {len(board)}")]
+    place = [row["model"] for row in _of_all(board)].index(MODEL) + 1
+    said = f"place {place} of {len(_of_all(board))}"
+    tiles = [(number(mine["mase"] if scores.in_scale else mine["mae"]), "MASE" if scores.in_scale else "MAE", said)]
     if "wql" in mine:
         tiles.append((number(mine["wql"]), "CRPS", "weighted quantile loss, over the mean |y|"))
     for _, _, share in scores.intervals:
@@ -199,7 +204,8 @@ def _errors(
     rival: str | None,
     contest: Backtest | None = None,
 ) -> Chart:
-    centre = {name: float(np.nanmedian(row)) for name, row in zip(scores.models, error, strict=True) if np.isfinite(row).any()}
+    whole = [(name, row) for name, row in zip(scores.models, error, strict=True) if name not in scores.sampled]
+    centre = {name: float(np.nanmedian(row)) for name, row in whole if np.isfinite(row).any()}
     order = sorted(centre, key=lambda name: centre[name])
     drawn = list(order)
     while len(drawn) > 2 and drawn[-1] != MODEL and centre[drawn[-1]] > OFF_THE_CHART * max(centre[drawn[-2]], 1e-300):
@@ -226,7 +232,9 @@ def _errors(
         x, lines, title=f"{heading}: {says}", x_name=x_name, x_ticks=ticks, columns=tell if len(x) <= 400 else None,
         width=WIDE if contest is not None else HALF, height=250,
     )  # fmt: skip
-    note = f"Above the drawing, and left out of it: {', '.join(away)}." if away else ""
+    notes = [f"Above the drawing, and left out of it: {', '.join(away)}."] if away else []
+    notes += [f"Left out, because it forecast a sample of the series: {name}." for name in sorted(scores.sampled)]
+    note = " ".join(notes)
     return Chart(heading, says, drawing, note, "wide" if contest is not None else "")
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from connectors.errors import UserError
 from pipelines.forecasting.calendar import on_wall_clock, to_zone
-from pipelines.windows import continue_grid, frequency_of, name_step, parse_frequency, position, stamps
+from pipelines.windows import LARGEST, continue_grid, frequency_of, name_step, parse_frequency, position, stamps
 
 Level = Literal["error", "warning", "note"]
 
@@ -50,7 +50,7 @@ class Rules:
     missing: empty targets: kept and masked, or filled with the last value before them (none before: masked).
     empty: series without any value: left out, or an error.
     gaps: absent rows, as `missing`.
-    infinite: infinite targets, masked or an error.
+    infinite: targets that are infinite or beyond LARGEST, masked or an error.
     off_grid: rows that lie between the steps of the frequency, dropped or an error.
     frequencies: series of different steps in one table: an error, or each at its own.
     ambiguous: wall-clock times that happened twice (autumn): by the order of the table, all the first, all the second.
@@ -479,6 +479,7 @@ def _values(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Find
         _add(findings, _finding("na_values", "note", rows, coded, seen, f"values out of {listed}", "taken as missing"))
         rows = rows.with_columns(pl.when(pl.Series(coded)).then(None).otherwise(pl.col("y")).alias("y"))
     infinite = rows.get_column("y").is_infinite().fill_null(False).to_numpy()
+    huge = (rows.get_column("y").abs() > LARGEST).fill_null(False).to_numpy() & ~infinite
     masked = rules.infinite == "mask"
     _add(
         findings,
@@ -487,10 +488,18 @@ def _values(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Find
             "taken as missing" if masked else "leave the value empty where nothing was observed, or say infinite: mask",
         ),
     )  # fmt: skip
-    if not infinite.any():
+    _add(
+        findings,
+        _finding(
+            "out_of_range", "note" if masked else "error", rows, huge, seen, f"values beyond {LARGEST:g}, more than the model can count,",
+            "taken as missing" if masked else "correct them or use a larger unit; if they stand for missing values, say na_values or infinite: mask",
+        ),
+    )  # fmt: skip
+    unusable = infinite | huge
+    if not unusable.any():
         return rows
     # They are told here and not once more as missing.
-    return rows.with_columns(pl.when(pl.Series(infinite)).then(None).otherwise(pl.col("y")).alias("y"), pl.Series("_told", infinite))
+    return rows.with_columns(pl.when(pl.Series(unusable)).then(None).otherwise(pl.col("y")).alias("y"), pl.Series("_told", unusable))
 
 
 def _duplicates(rows: pl.DataFrame, rules: Rules, seen: _Series, findings: list[Finding]) -> pl.DataFrame:

@@ -109,7 +109,9 @@ def train(
     from pipelines.genomics.datasets import read_splits
     from pipelines.genomics.report import register, train_and_report
     from pipelines.genomics.training import Settings
+    from pipelines.tracking import check_names
 
+    check_names(model_name, alias)
     settings = Settings(row_passes=row_passes, batch=64, rate=2e-3, weights="balanced" if balanced else None, seed=seed)
     language_model = None if pretrained is None else load_language_model(pretrained)
     splits = read_splits(table, dev, test, seed=seed)
@@ -251,9 +253,14 @@ def explain(
         # Ids are data and no file names: the plot is named by the record's number, the table tells which id that is.
         variants.plot(table, f"{record.id}: {label}").savefig(output / f"{number:04d}.png", dpi=120)
         frames.append(table.select(pl.lit(number).alias("record"), pl.lit(record.id).alias("id"), pl.all()))
-    part = output / ".bases.tsv"
+    part, table_file = output / ".bases.tsv", output / "bases.tsv"
     (pl.concat(frames) if frames else pl.DataFrame()).write_csv(part, separator="\t")
-    part.replace(output / "bases.tsv")
+    if table_file.exists():  # plots of records that are no more; a picture that no table tells of is not ours
+        for line in table_file.read_text().splitlines()[1:]:
+            before = line.partition("\t")[0]
+            if before.isdigit() and int(before) >= len(frames):
+                (output / f"{int(before):04d}.png").unlink(missing_ok=True)
+    part.replace(table_file)
     found = {"records": len(frames), "bases": sum(map(len, frames)), "output": str(output)}
     print(json.dumps(found) if as_json else f"explained {found['records']} records, {found['bases']} bases, in {output}")
     if not frames:

@@ -127,7 +127,7 @@ class Score(BaseModel):
     )
     dataframe_split: Split | None = None
     dataframe_records: list[dict[str, Any]] | None = None
-    params: ScoreParams = ScoreParams()
+    params: ScoreParams = Field(default_factory=ScoreParams)
 
 
 class Predictions(BaseModel):
@@ -470,14 +470,13 @@ def create(settings: Settings) -> tuple[FastAPI, Service]:
             columns = dict(zip(names, zip(*data, strict=True), strict=True))
         else:
             records = asked.dataframe_records or []
-            wanted = ("unique_id", "ds", "y")
+            wanted = ("unique_id", "ds", "y", *service.scorer.covariates)
             wrong = next((i for i, record in enumerate(records) if not all(name in record for name in wanted)), None)
             if wrong is not None:
-                raise UserError(f"dataframe_records.{wrong}: every record needs unique_id, ds and y")
+                raise UserError(f"dataframe_records.{wrong}: every record needs {', '.join(wanted)}")
             columns = {name: tuple(record[name] for record in records) for name in wanted}
-        found = await asyncio.wrap_future(await off_loop(lambda: service.scorer.score(columns, asked.params.h, asked.params.quantiles))
-                                          if len(columns.get("y", ())) > 2048
-                                          else service.scorer.score(columns, asked.params.h, asked.params.quantiles))  # fmt: skip
+        do = partial(service.scorer.score, columns, asked.params.h, asked.params.quantiles)
+        found = do() if service.scorer.quick(len(columns.get("ds", ()))) else await off_loop(do)
         found["ds"] = stamps(np.array(found["ds"], dtype=np.int64))
         names = list(found)
         return _json({"predictions": [dict(zip(names, row, strict=True)) for row in zip(*found.values(), strict=True)]})

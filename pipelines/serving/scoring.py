@@ -1,16 +1,13 @@
 """Stateless scoring: context in, forecast out, with the registered weights and memories that are fresh for every call.
 
-The same question and the same numbers as `mlflow models serve` of the same model. Requests that wait are worked on together, series of one
-length in one pass, so that many clients cost little more than one.
+The same question as to `mlflow models serve` of the same model, and the same numbers to the bit: both end in one call that reads a history and
+one that forecasts from it (`titans_core.forecaster_row`), or, where the model has none of these or the table has to be put in order first, in
+`forecast_frame`. What is left out here on the way are the tables: columns of the request become the arrays of the model at once.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,57 +19,36 @@ from pipelines.forecasting.calendar import phases
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.job import forecast_frame
 from pipelines.streaming.event_time import Frequency
-from titans_core import forecaster_row
 from titans_core.state import select, stack
 
-# Rows of one request, and of one pass over many requests.
+# Rows of one request.
 MOST_ROWS = 100_000
-PASS_ROWS = 1 << 17
-# Up to so many rows the memories are written row by row in place, beyond it in chunks.
-SHORT_ROWS = 512
-
-
-@dataclass(frozen=True)
-class Series:
-    """One series of a request on its grid: times (T,) int64, values (T,) float64 with NaN for missing."""
-
-    unique_id: str
-    ds: np.ndarray
-    y: np.ndarray
-
-
-@dataclass
-class _Waiting:
-    series: list[Series]
-    steps: int
-    levels: tuple[float, ...]
-    future: Future[dict[str, list[Any]]]
+# Rows that are scored within about a millisecond, so that a thread of their own would cost more than it frees.
+FEW_ROWS = 1024
 
 
 class Scorer:
-    """Start it with a fitted forecaster; `score` from any thread."""
+    """`score` from any thread: nothing is kept between calls."""
 
     def __init__(self, model: TitansForecaster, version: str):
         self.model, self.version = model, version
         config = model.forecaster_.config
-        self.horizon, self.levels = config.horizon, config.quantiles
+        self.horizon, self.levels, self.covariates = config.horizon, config.quantiles, model.encoder_.names
         self._frequency = Frequency.parse(model.frequency_)
         self._phase = phases(model.frequency_, config.seasons, model.zone)
-        if config.covariates is not None:
-            raise UserError("this model wants covariates, which the service does not take: tethys stream --covariates does")
-        self._memory: Any = model.memory_
-        alone = self._memory is model.forecaster_ and not forecaster_row.unsupported(model.forecaster_)
-        self._row = forecaster_row.ForecasterRow(model.forecaster_) if alone else None
-        self._queue: deque[_Waiting] = deque()
-        self._wake = threading.Condition()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="scoring", daemon=True)
-        self._thread.start()
+        self._in_place = model.in_place
+        # A step of business days or months has no length.
+        self._regular = not self._frequency.months and not self._frequency.text.endswith("b")
 
-    def score(self, columns: Mapping[str, Sequence[Any]], h: int | None, quantiles: Sequence[float] | None) -> Future[dict[str, list[Any]]]:
-        """Columns unique_id, ds, y of a long frame -> columns of the forecast, as the registered model answers.
+    def quick(self, rows: int) -> bool:
+        """Whether so many rows are scored in about the time that handing them to another thread takes."""
+        return self._in_place is not None and rows <= FEW_ROWS
 
-        Raises UserError for what the caller must put right: columns, times, horizon, quantiles.
+    def score(self, columns: Mapping[str, Sequence[Any]], h: int | None, quantiles: Sequence[float] | None) -> dict[str, list[Any]]:
+        """Columns unique_id, ds, y of a long frame, and the covariates of the model -> columns of the forecast, as the registered model answers.
+
+        Covariates known ahead stand in rows after a series' last value. Raises UserError for what the caller must put right: columns, times,
+        horizon, quantiles.
         """
         steps = self.horizon if h is None else h
         if not 1 <= steps <= self.horizon:
@@ -80,136 +56,110 @@ class Scorer:
         levels = self.levels if quantiles is None else tuple(float(q) for q in quantiles)
         if unknown := [q for q in levels if q not in self.levels]:
             raise UserError(f"the model was calibrated for the quantiles {', '.join(f'{q:g}' for q in self.levels)}, not for {unknown[:5]}")
-        future: Future[dict[str, list[Any]]] = Future()
-        series = self._series(columns)
-        if series is None:
-            future.set_result(self._irregular(columns, steps, levels))
-            return future
-        with self._wake:
-            if self._stopping:
-                raise UserError("the service is stopping")
-            self._queue.append(_Waiting(series, steps, levels, future))
-            self._wake.notify()
-        return future
+        ids, times, values = self._checked(columns)
+        borders = None if self._in_place is None else self._borders(ids, times)
+        if borders is None:
+            return self._by_table(ids, times, values, columns, steps, levels)
+        return self._direct(ids, times, values, borders, steps, levels)
 
-    def stop(self) -> None:
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        self._thread.join(10.0)
-
-    def _series(self, columns: Mapping[str, Sequence[Any]]) -> list[Series] | None:
-        """The series, each by itself and in order; None where a table has to be sorted and put on its grid first."""
-        missing = [name for name in ("unique_id", "ds", "y") if name not in columns]
+    def _checked(self, columns: Mapping[str, Sequence[Any]]) -> tuple[list[str], np.ndarray, np.ndarray]:
+        missing = [name for name in ("unique_id", "ds", "y", *self.covariates) if name not in columns]
         if missing:
             raise UserError(f"the request has no column {', '.join(missing)}; it has {', '.join(map(str, columns)) or 'none'}")
         ids, ds, y = (columns[name] for name in ("unique_id", "ds", "y"))
-        if not len(ids) == len(ds) == len(y):
-            raise UserError(f"the columns differ in length: unique_id {len(ids)}, ds {len(ds)}, y {len(y)}")
+        sizes = {name: len(columns[name]) for name in ("unique_id", "ds", "y", *self.covariates)}
+        if len(set(sizes.values())) > 1:
+            raise UserError(f"the columns differ in length: {', '.join(f'{name} {size}' for name, size in sizes.items())}")
         if not 1 <= len(ids) <= MOST_ROWS:
             raise UserError(f"the request has {len(ids)} rows: 1 to {MOST_ROWS} can be scored at once")
-        times, values = times_of(ds, self._frequency.counts), values_of(y)
-        bad = next((name for name in ids if not isinstance(name, str | int) or isinstance(name, bool)), None)
-        if bad is not None or any(name == "" for name in ids):
+        if not set(map(type, ids)) <= {str, int} or "" in ids:
             raise UserError("unique_id must be a text (or a whole number) in every row")
-        names = [str(name) for name in ids]
-        borders = [0, *(i for i in range(1, len(names)) if names[i] != names[i - 1]), len(names)]
-        parts = list(zip(borders[:-1], borders[1:], strict=True))
-        if len({names[a] for a, _ in parts}) < len(parts) or self._frequency.months:
-            return None
-        if any((np.diff(times[a:b]) != self._frequency.length).any() for a, b in parts):
-            return None
-        found = [Series(names[a], times[a:b], values[a:b]) for a, b in parts]
-        if unseen := [one.unique_id for one in found if np.isnan(one.y).all()]:
-            raise UserError(f"series {unseen[0]!r} has no observed value: there is nothing to forecast from")
-        return found
+        return list(map(str, ids)), times_of(ds, self._frequency.counts), values_of(y)
 
-    def _irregular(self, columns: Mapping[str, Sequence[Any]], steps: int, levels: tuple[float, ...]) -> dict[str, list[Any]]:
+    def _borders(self, ids: list[str], times: np.ndarray) -> list[int] | None:
+        """Where series begin and the last one ends; None where a table has to be sorted and put on its grid first."""
+        if not self._regular:
+            return None
+        borders = [0, *(i for i, (a, b) in enumerate(zip(ids, ids[1:], strict=False), 1) if a != b), len(ids)]
+        if len(borders) - 1 > len(set(ids)):
+            return None
+        regular = np.diff(times) == self._frequency.length
+        regular[np.array(borders[1:-1], np.int64) - 1] = True
+        return borders if regular.all() else None
+
+    def _direct(
+        self, ids: list[str], times: np.ndarray, values: np.ndarray, borders: list[int], steps: int, levels: tuple[float, ...]
+    ) -> dict[str, list[Any]]:
+        assert self._in_place is not None
+        # Tables are worked on and answered in the order of their series' names.
+        order = sorted(range(len(borders) - 1), key=lambda i: ids[borders[i]])
+        starts, stops = np.array(borders[:-1])[order], np.array(borders[1:])[order]
+        names, ends, lengths = [ids[a] for a in starts], times[stops - 1], stops - starts
+        seen, phase = ~np.isnan(values), self._phase(times)
+        if len(unseen := np.flatnonzero(~np.logical_or.reduceat(seen, borders[:-1]))):
+            raise UserError(f"series {ids[borders[unseen[0]]]!r} has no observed value: there is nothing to forecast from")
+        ahead = self._frequency.after(ends, self.horizon)
+        future = self._phase(ahead.reshape(-1)).reshape(*ahead.shape, -1)
+        with torch.inference_mode():
+            parts, place = [], []
+            for length in np.unique(lengths):
+                which = np.flatnonzero(lengths == length)
+                rows = starts[which][:, None] + np.arange(length)
+                state = self.model.forecaster_.initial_state(len(which))
+                each = torch.arange(len(which))
+                self._in_place.observe(state, *(torch.from_numpy(part[rows]) for part in (values, seen, phase)), each)
+                parts.append(state)
+                place.append(which)
+            if len(parts) > 1:
+                state = select(stack(parts), torch.from_numpy(np.argsort(np.concatenate(place))))
+            mean, around = (part.numpy() for part in self._in_place.ahead(state, torch.from_numpy(future), torch.arange(len(names))))
+        answer: dict[str, list[Any]] = {
+            "unique_id": [name for name in names for _ in range(steps)],
+            "ds": ahead[:, :steps].reshape(-1).tolist(),
+            "mean": mean[:, :steps].reshape(-1).tolist(),
+        }
+        for level in levels:
+            answer[f"q{level:g}"] = around[:, :steps, self.levels.index(level)].reshape(-1).tolist()
+        return answer
+
+    def _by_table(
+        self, ids: list[str], times: np.ndarray, values: np.ndarray, columns: Mapping[str, Sequence[Any]], steps: int, levels: tuple[float, ...]
+    ) -> dict[str, list[Any]]:
         """Through the door that tables take: sorted, checked, missing rows of the grid put in."""
-        times = pl.Series("ds", times_of(columns["ds"], self._frequency.counts))
+        ds = pl.Series("ds", times)
         frame = pl.DataFrame(
             {
-                "unique_id": [str(name) for name in columns["unique_id"]],
-                "ds": times if self._frequency.counts else times.cast(pl.Datetime("us")),
-                "y": pl.Series(values_of(columns["y"])).fill_nan(None),
+                "unique_id": ids,
+                "ds": ds if self._frequency.counts else ds.cast(pl.Datetime("us")),
+                "y": pl.Series(values).fill_nan(None),
+                **{name: _covariate(name, columns[name]) for name in self.covariates},
             }
         )
         out = forecast_frame(self.model, frame, horizon=steps, quantiles=list(levels))
+        if unseen := out.filter(pl.col("mean").is_nan())["unique_id"].to_list():
+            raise UserError(f"series {unseen[0]!r} has no observed value: there is nothing to forecast from")
         return {name: out[name].to_physical().to_list() for name in out.columns}
 
-    def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._queue or self._stopping):
-                    self._wake.wait()
-                if self._stopping:
-                    for one in self._queue:
-                        one.future.set_exception(UserError("the service is stopping"))
-                    return
-                taken = [self._queue.popleft()]
-                rows = sum(len(s.y) for s in taken[0].series)
-                while self._queue and rows < PASS_ROWS:
-                    taken.append(self._queue.popleft())
-                    rows += sum(len(s.y) for s in taken[-1].series)
-            alive = [one for one in taken if one.future.set_running_or_notify_cancel()]
-            if not alive:
-                continue
-            try:
-                answers = self._pass(alive)
-            except Exception as error:  # told to those who asked; the thread lives on for the others
-                for one in alive:
-                    one.future.set_exception(error)
-                continue
-            for one, answer in zip(alive, answers, strict=True):
-                one.future.set_result(answer)
 
-    def _read(self, y: torch.Tensor, seen: torch.Tensor, phase: torch.Tensor) -> Any:
-        """Fresh memories that have read the rows y (n, T)."""
-        state = self._memory.initial_state(len(y))
-        if self._row is None or y.shape[1] > SHORT_ROWS:
-            return self._memory.observe(state, y, seen, phase)
-        self._row.observe(state, y, seen, phase)
-        return state
-
-    def _pass(self, asked: Sequence[_Waiting]) -> list[dict[str, list[Any]]]:
-        every = [series for one in asked for series in one.series]
-        lengths = np.array([len(series.y) for series in every])
-        parts, order = [], []
-        with torch.inference_mode():
-            for length in np.unique(lengths):
-                which = np.flatnonzero(lengths == length)
-                y = np.stack([every[i].y for i in which])
-                ds = np.stack([every[i].ds for i in which])
-                phase = torch.from_numpy(self._phase(ds.reshape(-1))).unflatten(0, ds.shape)
-                seen = ~np.isnan(y)
-                parts.append(self._read(torch.from_numpy(np.where(seen, y, 0.0)), torch.from_numpy(seen), phase))
-                order.append(which)
-            state = select(stack(parts), torch.from_numpy(np.argsort(np.concatenate(order))))
-            ahead = self._frequency.after(np.array([series.ds[-1] for series in every]), self.horizon)
-            future = torch.from_numpy(self._phase(ahead.reshape(-1))).unflatten(0, ahead.shape)
-            mean, quantiles = self._memory.expected(state, future).numpy(), self._memory.forecast(state, future).numpy()
-        out, at = [], 0
-        for one in asked:
-            mine = slice(at, at + len(one.series))
-            at += len(one.series)
-            answer: dict[str, list[Any]] = {
-                "unique_id": [series.unique_id for series in one.series for _ in range(one.steps)],
-                "ds": ahead[mine, : one.steps].reshape(-1).tolist(),
-                "mean": mean[mine, : one.steps].reshape(-1).tolist(),
-            }
-            for level in one.levels:
-                answer[f"q{level:g}"] = quantiles[mine, : one.steps, self.levels.index(level)].reshape(-1).tolist()
-            out.append(answer)
-        return out
+def _covariate(name: str, values: Sequence[Any]) -> pl.Series:
+    kinds = set(map(type, values)) - {type(None)}
+    try:
+        if kinds <= {str}:
+            return pl.Series(name, values, dtype=pl.String)
+        if kinds <= {int, float, bool}:
+            return pl.Series(name, [None if value is None else float(value) for value in values], dtype=pl.Float64)
+    except OverflowError:
+        pass
+    raise UserError(f"{name} must be numbers, or texts, in every row, or null")
 
 
 def times_of(ds: Sequence[Any], counts: bool) -> np.ndarray:
     """(T,) int64: microseconds since 1970 of ISO 8601 text (UTC where no offset stands), or whole numbers that count steps."""
     if counts:
-        if not all(isinstance(d, int) and not isinstance(d, bool) and abs(d) < 2**53 for d in ds):
+        if set(map(type, ds)) - {int} or not all(-(2**53) < d < 2**53 for d in ds):
             raise UserError("ds must be whole numbers: the model was trained on rows that count steps")
         return np.array(ds, dtype=np.int64)
-    if not all(isinstance(d, str) for d in ds):
+    if set(map(type, ds)) - {str}:
         raise UserError("ds must be ISO 8601 texts, such as 2026-01-31T13:00:00Z")
     from connectors.streams.base import parse_time
 
@@ -223,12 +173,12 @@ def values_of(y: Sequence[Any]) -> np.ndarray:
     """(T,) float64, NaN for null."""
     from connectors.streams.base import LARGEST_VALUE
 
-    if not all(v is None or (isinstance(v, int | float) and not isinstance(v, bool)) for v in y):
+    if set(map(type, y)) - {float, int, type(None)}:
         raise UserError("y must be numbers or null")
     try:
         values = np.array(y, dtype=np.float64)
     except OverflowError:
         values = np.array([np.inf])
-    if (np.abs(values[~np.isnan(values)]) > LARGEST_VALUE).any():
+    if (np.abs(values) > LARGEST_VALUE).any():
         raise UserError(f"y holds a value beyond {LARGEST_VALUE:g}")
     return values

@@ -135,7 +135,6 @@ class Service:
         if self.shadow is not None:
             self.shadow.stop()
         self.live.stop()
-        self.scorer.stop()
         self.live.history.close()
         self._reader.close()
         if self._run is not None:
@@ -259,8 +258,7 @@ class Service:
             finally:
                 shadow.stop()
         before, self.files = self.files, self._fetch(number)
-        old, self.scorer = self.scorer, Scorer(fitted, model.version)
-        old.stop()
+        self.scorer = Scorer(fitted, model.version)
         log.warning("live: version %d instead of %d after %.1f s of warming (%s)", number, before.number, time.monotonic() - began, why)
 
     # What is told.

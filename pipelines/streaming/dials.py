@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs
@@ -41,6 +41,12 @@ class Step:
     lag: int | None
     """Records that wait in the source; None where it cannot tell."""
     checkpoint_bytes: int
+    lags: dict[str, int] = field(default_factory=dict)
+    """Partition, or worker -> records that wait there; empty where one worker reads all."""
+    silent: float = 0.0
+    """Seconds since the last commit; of several workers, of the one that has been silent for longest."""
+    restarts: int = 0
+    """Workers that were lost and started again."""
 
 
 class Dials:
@@ -69,12 +75,13 @@ class Dials:
             print(file=sys.stderr)
 
     def __call__(self, step: Step) -> None:
-        self._last = time.monotonic()
+        now = time.monotonic()
+        self._last = now - step.silent
         if self._server is not None:
             self._set(step)
-        if self._progress and self._last - self._shown > 0.5:
-            self._shown = self._last
-            done, seconds = step.counters["received"], self._last - self._started
+        if self._progress and now - self._shown > 0.5:
+            self._shown = now
+            done, seconds = step.counters["received"], now - self._started
             lag = "" if step.lag is None else f", {step.lag} waiting"
             print(
                 f"\r{done} events, {step.streams} streams, {done / seconds:.0f} a second, {step.counters['alarms']} alarms{lag}   ",
@@ -92,14 +99,18 @@ class Dials:
             except UserError as error:
                 future.set_exception(error)
 
-    def _ask(self, query: str) -> tuple[int, str, bytes]:
+    def ask(self, unique_ids: list[str]) -> pl.DataFrame:
+        """From any thread: what `answer` gives to these streams. Raises UserError as it does, and TimeoutError when nobody calls it."""
+        future: Future[pl.DataFrame] = Future()
+        self._asked.put((unique_ids, future))
+        return future.result(ANSWER_SECONDS)
+
+    def _respond(self, query: str) -> tuple[int, str, bytes]:
         names = parse_qs(query).get("unique_id", [])
         if not names:
             return 400, "text/plain", b"name a stream: /forecast?unique_id=NAME\n"
-        future: Future[pl.DataFrame] = Future()
-        self._asked.put((names, future))
         try:
-            rows = long_rows(future.result(ANSWER_SECONDS))
+            rows = long_rows(self.ask(names))
         except UserError as error:
             return 404, "text/plain", f"{error}\n".encode()
         except TimeoutError:
@@ -115,9 +126,12 @@ class Dials:
         registry = prometheus.CollectorRegistry()
         self._events = prometheus.Counter("tethys_events", "Lines by what became of them", ["verdict"], registry=registry)
         self._forecast = prometheus.Counter("tethys_forecasts", "Rows of forecasts", registry=registry)
+        self._without = prometheus.Counter("tethys_without_covariates", "Rows that lacked a covariate", registry=registry)
         self._alarms = prometheus.Counter("tethys_alarms", "Anomalies and drifts", registry=registry)
         self._bytes = prometheus.Gauge("tethys_checkpoint_bytes", "Bytes written to the checkpoint", registry=registry)
         self._lag = prometheus.Gauge("tethys_lag", "Records waiting in the source", registry=registry)
+        self._lags = prometheus.Gauge("tethys_partition_lag", "Records waiting in one partition, or for one worker", ["partition"], registry=registry)
+        self._restarts = prometheus.Gauge("tethys_worker_restarts", "Workers that were lost and started again", registry=registry)
         self._streams = prometheus.Gauge("tethys_streams", "Streams resident in memory", registry=registry)
         self._surprise = prometheus.Gauge("tethys_surprise", "Mean surprise of the last batch", registry=registry)
         self._coverage = prometheus.Gauge("tethys_coverage", "Share of values in the interval issued one row before", registry=registry)
@@ -139,7 +153,7 @@ class Dials:
                 elif self.path == "/readyz":
                     status, kind, body = (200, "text/plain", b"ready\n") if ready else (503, "text/plain", b"no commit\n")
                 elif self.path.partition("?")[0] == "/forecast":
-                    status, kind, body = dials._ask(self.path.partition("?")[2])
+                    status, kind, body = dials._respond(self.path.partition("?")[2])
                 else:
                     status, kind, body = 404, "text/plain", b"/metrics, /healthz, /readyz, /forecast?unique_id=NAME\n"
                 self.send_response(status)
@@ -174,6 +188,7 @@ class Dials:
         ):
             self._events.labels(verdict).inc(new[verdict])
         self._forecast.inc(new["forecasts"])
+        self._without.inc(new["without_covariates"])
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)
@@ -181,6 +196,9 @@ class Dials:
             self._latency.observe(latency / 1e3)
         if step.lag is not None:
             self._lag.set(step.lag)
+        for partition, waiting in step.lags.items():
+            self._lags.labels(partition).set(waiting)
+        self._restarts.set(step.restarts)
         if step.surprise == step.surprise:
             self._surprise.set(step.surprise)
         if step.counters["judged"]:

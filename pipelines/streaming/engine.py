@@ -139,6 +139,8 @@ class Engine:
         self.store = store
         self.monitors = Monitors(model.quantiles, model.horizon)
         self.slots = Slots(self._fresh, store, max_resident, policy.remember)
+        self._without = 0
+        """Rows of the batch in hand that lack a covariate."""
 
     def _fresh(self, n: int) -> StreamState:
         with torch.inference_mode():
@@ -170,7 +172,10 @@ class Engine:
         if any(counters[verdict] for verdict in WHY):
             refused = np.flatnonzero(np.isin(verdicts, [CODE[verdict] for verdict in WHY])).tolist()
             dead += [_refused(records[i], VERDICTS[verdicts[i]]) for i in refused]
+        self._without = 0
         rounds = self._learn(rows, released.slot)
+        if self._without:
+            counters.update(without_covariates=self._without)
         self.slots.changed(slots, batch)
         whole = self._merge(rounds)
         surprise = whole.verdict.surprise
@@ -220,6 +225,7 @@ class Engine:
         else:
             memory = self.model.memory
             here = self._with_covariates(now[which].unsqueeze(1), rows.unique_id, ds[:, None])
+            self._without += int(here.isnan().any(2).sum())
             model = memory.observe(select(state.model, slots), y.unsqueeze(1), observed.unsqueeze(1), here)
             forecast = memory.forecast(model, self._with_covariates(self._phase(ahead)[which], rows.unique_id, future))
             write_(state.model, slots, model)

@@ -4,14 +4,48 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from pipelines.streaming.dials import Step
 
 EVERY_SECONDS = 15.0
+# What became of lines that taught nothing, as a person would say it.
+LOST = {
+    "malformed": "could not be read",
+    "oversize": "were too long",
+    "late": "came late (a longer --grace waits for such rows)",
+    "quarantined": "were too far ahead of their stream",
+    "off_grid": "stood between two steps of the model's frequency",
+    "conflict": "had another value for a known time",
+    "duplicate": "were repeats",
+    "missing": "had no value",
+}
 TROUBLE = ("late", "conflict", "quarantined", "off_grid", "malformed", "oversize", "duplicate")
+
+
+def hint(counters: Mapping[str, int], events: int, dead_letters: str) -> str | None:
+    """Why a run that taught or told nothing did so; None: there is nothing to say. counters: of the stream; events: of the run."""
+    count = Counter(counters)
+    lacking = count["without_covariates"]
+    if not count["received"]:
+        return "the source held no rows"
+    if not events:
+        return "there was nothing new since the last run"
+    lost = {words: count[verdict] for verdict, words in LOST.items() if count[verdict]}
+    why = ", ".join(f"{many} {words}" for words, many in lost.items())
+    if not count["accepted"] + count["corrected"]:
+        return f"nothing was learnt from {count['received']} rows: {why or 'they have no value, or wait for later ones'}; see {dead_letters}"
+    if 2 * sum(lost.values()) > count["received"]:
+        return f"of {count['received']} rows most taught nothing: {why}; see {dead_letters}"
+    if lacking:
+        return f"{lacking} of {count['parsed']} rows lacked a covariate: the table of --covariates has no such rows; write them before they come"
+    if not count["forecasts"]:
+        return "no row was due for a forecast: --forecast says which rows are answered"
+    if not count["judged"]:
+        return "no forecast was judged yet: that takes two rows of one stream, one after the other"
+    return None
 
 
 class Figures:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from connectors.checkpoints import CheckpointStore
+from connectors.checkpoints import CheckpointStore, Progress
 from connectors.errors import UserError
 from pipelines.streaming.event_time import EPOCH, Clock
 from pipelines.streaming.slots import open_snapshot
+from pipelines.streaming.workers import checkpoints
 
 
 @dataclass(frozen=True)
@@ -30,22 +33,27 @@ class Listing:
 
 def streams(checkpoint: str | Path) -> Listing:
     """Every stream of a run, as of its snapshot."""
-    store = _open(checkpoint)
-    try:
-        progress = store.progress()
-        assert progress is not None
-        rows = [_row(store, name, progress.settings) for name, _, _ in store.streams()]
-        return Listing(str(progress.settings.get("model")), progress.done, progress.counters, progress.positions, rows)
-    finally:
-        store.close()
+    rows: dict[str, dict[str, Any]] = {}
+    counters: Counter[str] = Counter()
+    positions: dict[str, Any] = {}
+    batches = 0
+    with _opened(checkpoint) as stores:
+        for store, progress in stores:
+            counters.update(progress.counters)
+            positions.update(progress.positions)
+            batches += progress.done
+            for name, _, _ in store.streams():
+                row = _row(store, name, progress.settings)
+                # One that has read a history stands with all workers until its first event comes to one of them.
+                if name not in rows or str(row["last"]) > str(rows[name]["last"]):
+                    rows[name] = row
+        model = str(stores[0][1].settings.get("model"))
+    return Listing(model, batches, dict(counters), positions, [rows[name] for name in sorted(rows)])
 
 
 def show(checkpoint: str | Path, unique_id: str) -> dict[str, Any]:
     """One stream: its clock, and the size of every tensor of its memory."""
-    store = _open(checkpoint)
-    try:
-        progress = store.progress()
-        assert progress is not None
+    with _holding(checkpoint, unique_id) as (store, progress):
         row = _row(store, unique_id, progress.settings)
         clock, _ = open_snapshot(_read(store, unique_id)[1])
         counts = str(progress.settings.get("freq", "")).endswith("i")
@@ -56,19 +64,16 @@ def show(checkpoint: str | Path, unique_id: str) -> dict[str, Any]:
             "remembered": len(clock.recent),
             "memory": {path: f"{dtype} {shape}" for path, dtype, shape in progress.settings["state"]},
         }
-    finally:
-        store.close()
 
 
 def reset(checkpoint: str | Path, unique_ids: Sequence[str]) -> int:
     """Forget streams: each begins anew with its next event. Returns how many; UserError for a name that is not there."""
-    store = _open(checkpoint)
-    try:
+    with _opened(checkpoint) as stores:
         for name in unique_ids:
-            _read(store, name)
-        return store.forget(unique_ids)
-    finally:
-        store.close()
+            _check(stores, checkpoint, name)
+        for store, _ in stores:
+            store.forget(unique_ids)
+    return len(set(unique_ids))
 
 
 def export(checkpoint: str | Path, unique_id: str, path: str | Path) -> Path:
@@ -76,13 +81,8 @@ def export(checkpoint: str | Path, unique_id: str, path: str | Path) -> Path:
     import numpy as np
     import safetensors.numpy
 
-    store = _open(checkpoint)
-    try:
-        progress = store.progress()
-        assert progress is not None
+    with _holding(checkpoint, unique_id) as (store, progress):
         batch, data = _read(store, unique_id)
-    finally:
-        store.close()
     clock, row = open_snapshot(data)
     tensors, at = {}, 0
     for name, dtype, shape in progress.settings["state"]:
@@ -102,22 +102,45 @@ def export(checkpoint: str | Path, unique_id: str, path: str | Path) -> Path:
     return target
 
 
-def _open(checkpoint: str | Path) -> CheckpointStore:
-    if not Path(checkpoint).is_file():
+@contextmanager
+def _opened(checkpoint: str | Path) -> Iterator[list[tuple[CheckpointStore, Progress]]]:
+    """The store of one worker, or those of several."""
+    paths = [path for path in checkpoints(checkpoint) if path.is_file()]
+    if not paths:
         raise UserError(f"there is no checkpoint '{checkpoint}': name the file given to `tethys stream --checkpoint`")
-    store = CheckpointStore(checkpoint)
-    if store.progress() is None:
-        store.close()
-        raise UserError(f"the checkpoint '{checkpoint}' is empty: no worker has used it yet")
-    return store
+    with ExitStack() as stack:
+        found = []
+        for path in paths:
+            store = CheckpointStore(path)
+            stack.callback(store.close)
+            progress = store.progress()
+            if progress is not None:
+                found.append((store, progress))
+        if not found:
+            raise UserError(f"the checkpoint '{checkpoint}' is empty: no worker has used it yet")
+        yield found
+
+
+@contextmanager
+def _holding(checkpoint: str | Path, unique_id: str) -> Iterator[tuple[CheckpointStore, Progress]]:
+    """The store that has the stream; the one where it got furthest, should several have it."""
+    with _opened(checkpoint) as stores:
+        yield max(_check(stores, checkpoint, unique_id), key=lambda one: open_snapshot(_read(one[0], unique_id)[1])[0].last or 0)
+
+
+def _check(stores: Sequence[tuple[CheckpointStore, Progress]], checkpoint: str | Path, unique_id: str) -> list[tuple[CheckpointStore, Progress]]:
+    """Those that hold the stream; UserError when none does."""
+    found = [one for one in stores if one[0].read(unique_id) is not None]
+    if not found:
+        names = sorted({name for store, _ in stores for name, _, _ in store.streams()})
+        some = ", ".join(f"'{name}'" for name in names[:5]) + (" ..." if len(names) > 5 else "")
+        raise UserError(f"'{checkpoint}' holds no stream '{unique_id}'; it holds {len(names)}: {some}")
+    return found
 
 
 def _read(store: CheckpointStore, unique_id: str) -> tuple[int, bytes]:
     found = store.read(unique_id)
-    if found is None:
-        names = [name for name, _, _ in store.streams()]
-        some = ", ".join(f"'{name}'" for name in names[:5]) + (" ..." if len(names) > 5 else "")
-        raise UserError(f"'{store.path}' holds no stream '{unique_id}'; it holds {len(names)}: {some}")
+    assert found is not None
     return found
 
 

@@ -110,7 +110,8 @@ class Verdict:
     """What one row showed, a stream each."""
 
     surprise: Tensor
-    """(n,) float64 residual of step 1 in standard deviations of the model's forecast; NaN: no forecast or no value."""
+    """(n,) float64 residual of step 1 in standard deviations of the model's forecast; NaN: no forecast, no value, or a value that differs
+    from a forecast without width, as the one after a stream's first row."""
     anomaly: Tensor
     """(n,) float64 residual of step 1 in its own running standard deviations; NaN likewise or while warming up."""
     limit: Tensor
@@ -219,8 +220,10 @@ class Monitors:
         haste = 1 + INTERVAL_HASTE / (state.rows + INTERVAL_HASTE_ROWS).float()
         move = haste.unsqueeze(1) * self._rate * (missed.float() - (1 - self.coverage))
         stretch = torch.where(judged, state.stretch + move, state.stretch).clamp(-10.0, 10.0)
-        spread = (high[:, 0] - low[:, 0]) / self._normal_width
-        surprise = residual[:, 0].abs() / spread.clamp_min(tiny)
+        # A forecast no wider than the numbers resolve (after a first row, or on a stream that never moved) names no unit to be surprised in.
+        width = high[:, 0] - low[:, 0]
+        named = width > torch.finfo(torch.float64).eps * middle[:, 0].abs()
+        surprise = (residual[:, 0].abs() / (width / self._normal_width)).where(named, torch.where(residual[:, 0] == 0, 0.0, torch.nan))
         state, anomaly, drift, statistic = self._watch(state, residual[:, [0, -1]])
         state, unusual, disturbed = self._likelihood(state, residual[:, 0].abs())
         limit = OUTLIER_LIMIT * state.tolerance.exp()

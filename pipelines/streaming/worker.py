@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import signal
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -26,22 +27,27 @@ import numpy as np
 import polars as pl
 
 from connectors.checkpoints import CheckpointStore
+from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
 from connectors.streams.base import Positions, Sink, Source
 from pipelines import DEFAULT_TRACKING_URI, DEFAULT_VERSION
 from pipelines.streaming.dials import Dials, Step
 from pipelines.streaming.engine import Engine, Outcome, StreamModel
 from pipelines.streaming.event_time import EVERY, EventTime, Frequency, Schedule, parse_duration
-from pipelines.streaming.figures import Figures
+from pipelines.streaming.figures import Figures, hint
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 
 if TYPE_CHECKING:
     from pipelines.forecasting.estimator import TitansForecaster
 
+LOGGER = logging.getLogger("tethys.stream")
 # Large enough that one step costs little an event, small enough that a batch is done well within 250 ms.
 BATCH_ROWS = 2048
 # Changed streams are written in turns over so many commits; a restart replays about as many batches.
 SNAPSHOT_SHARE = 128
+# Half of what a batch costs is the same for one event as for a thousand (SQL, a file, some hundred calls): events gather so long before the
+# next one, unless the last was full.
+GATHER_SECONDS = 0.04
 POLL_SECONDS = 0.2
 LATENCIES_KEPT = 100_000
 # Millions of small, acyclic objects pass through; at Python's own threshold its cycle collector takes a sixth of the time.
@@ -76,6 +82,12 @@ class StreamSummary:
     alarms: str | None = None
     dead_letters: str | None = None
     checkpoint: str | None = None
+    workers: int | None = None
+    """None: one, in this process."""
+    restarts: int | None = None
+    """Workers that were lost and started again."""
+    hint: str | None = None
+    """Why nothing, or less than a person would expect, was learnt."""
 
 
 def run(
@@ -99,6 +111,7 @@ def run(
     history: str | None = None,
     covariates: str | None = None,
     forecast: str = "every",
+    workers: int = 1,
 ) -> StreamSummary:
     """The job behind `tethys stream`: a registered forecaster on a live source, until it ends or a signal comes.
 
@@ -107,6 +120,9 @@ def run(
     forecast: which rows are answered: `every`, the first of each span of event time (`1h`), or `demand`; with a `metrics_port`,
     `/forecast?unique_id=NAME` answers at any time.
 
+    workers: so many Ray actors share the partitions of the source, each with outputs of its own (`NAME.0.ndjson`, ...); see
+    `pipelines.streaming.workers`. A checkpoint that has had several workers takes any number again.
+
     Alarms and dead letters go to NDJSON files beside the output (`NAME.alarms.ndjson`, `NAME.dead.ndjson`), beside the checkpoint when the
     output is a topic. The run's figures go to the tracking store, when and as soon as it answers. `progress` shows a line on standard
     error. `metrics_port` serves Prometheus metrics, `/healthz`, `/readyz` and `/forecast` on the loopback interface. Raises UserError.
@@ -114,16 +130,16 @@ def run(
     # Only here: a worker on a model in hand needs neither MLflow nor the training code.
     from pipelines import tracking
     from pipelines.forecasting.estimator import TitansForecaster
+    from pipelines.streaming.workers import Job, Workers, absolute, numbered, read_layout
 
     registered = tracking.load_model(model_name, version, tracking_uri)
     fitted = TitansForecaster.from_weights(registered.weights, registered.config)
-    model = stream_model(
-        fitted, f"{registered.name}/{registered.version}", covariates, id_column=id_column, time_column=time_column,
-        target_column=target_column,
-    )  # fmt: skip
+    named = f"{registered.name}/{registered.version}"
+    names: dict[str, Any] = {"id_column": id_column, "time_column": time_column, "target_column": target_column}
+    model = stream_model(fitted, named, covariates, **names)
     policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(grace), conflict=conflict)
     schedule = Schedule.parse(forecast)
-    past = None if history is None else fitted.read(history, id_column=id_column, time_column=time_column, target_column=target_column)
+    past = None if history is None else fitted.read(history, **names)
     columns = {"unique_id": id_column, "ds": time_column, "y": target_column, "event_id": event_column}
     base = Path(checkpoint if "://" in output else output).with_suffix("")
     for folder in (Path(checkpoint).parent, base.parent):
@@ -135,46 +151,69 @@ def run(
     }
     stop = Stop()
     with ExitStack() as stack:
-        stack.enter_context(stop.on_signals())
-        live = open_source(source, columns=columns, follow=follow, count_steps=policy.frequency.counts)
-        stack.callback(live.close)
-        sinks = {}
-        for name, place in places.items():
-            sinks[name] = open_sink(place)
-            stack.callback(sinks[name].close)
-        store = CheckpointStore(checkpoint)
-        stack.callback(store.close)
+        several = None
+        if workers > 1 or read_layout(checkpoint) is not None:
+            if max_events is not None:
+                raise UserError("--max-events counts the lines of one worker: leave it out where several share a source")
+            # A worker's folder is not ours.
+            job = Job(absolute(source), columns, follow, policy, schedule, {name: absolute(place) for name, place in places.items()})
+            table = None if covariates is None else absolute(covariates)
+            make = partial(_registered_model, registered.weights.read_bytes(), registered.config, named, table, names)
+            several = stack.enter_context(Workers(job, Path(checkpoint).absolute(), workers, make, past))
+        stack.enter_context(stop.on_signals())  # after Ray, which takes SIGTERM for itself
+        if several is None:
+            live = open_source(source, columns=columns, follow=follow, count_steps=policy.frequency.counts)
+            stack.callback(live.close)
+            sinks = {}
+            for name, place in places.items():
+                sinks[name] = open_sink(place)
+                stack.callback(sinks[name].close)
+            store = CheckpointStore(checkpoint)
+            stack.callback(store.close)
         dials = stack.enter_context(Dials(metrics_port, progress))
         about = {"source": source, "model": model.version, "checkpoint": str(checkpoint), "forecast": forecast, **policy.settings()}
         live_run = stack.enter_context(tracking.LiveRun(tracking_uri, f"stream {model_name}", params=about))
         figures = stack.enter_context(Figures(live_run.log))
 
+        said = threading.Event()
+
         def tell(step: Step) -> None:
             dials(step)
             figures(step)
+            if step.counters["without_covariates"] and not said.is_set():  # at once: a live run has no end to say it at
+                said.set()
+                LOGGER.warning("rows lack covariates: '%s' has no such rows; write them before they come", covariates)
 
-        summary = work(
-            model,
-            policy,
-            live,
-            store,
-            sinks["output"],
-            sinks["alarms"],
-            sinks["dead_letters"],
-            max_events=max_events,
-            stop=stop,
-            report=tell,
-            answer=dials.answer,
-            past=past,
-            schedule=schedule,
-        )
+        if several is not None:
+            summary = several.run(stop=stop, report=tell, answer=dials.answer)
+            places = {name: ", ".join(dict.fromkeys(numbered(place, i) for i in range(several.count))) for name, place in places.items()}
+        else:
+            summary = work(
+                model, policy, live, store, sinks["output"], sinks["alarms"], sinks["dead_letters"], max_events=max_events, stop=stop,
+                report=tell, answer=dials.answer, past=past, schedule=schedule,
+            )  # fmt: skip
     return replace(
         summary,
         checkpoint=str(checkpoint),
-        output=output,
+        output=places["output"],
         alarms=places["alarms"],
         dead_letters=places["dead_letters"],
+        hint=hint(summary.counters, summary.events, places["dead_letters"]),
     )
+
+
+def _registered_model(
+    weights: bytes, config: Mapping[str, Any], version: str, covariates: str | None, columns: Mapping[str, Any]
+) -> StreamModel:
+    """`stream_model` in another process, perhaps on another machine, which has not got the registry's files."""
+    from tempfile import NamedTemporaryFile
+
+    from pipelines.forecasting.estimator import TitansForecaster
+
+    with NamedTemporaryFile(suffix=".safetensors") as file:
+        file.write(weights)
+        file.flush()
+        return stream_model(TitansForecaster.from_weights(file.name, dict(config)), version, covariates, **columns)
 
 
 def stream_model(fitted: TitansForecaster, version: str, covariates: str | None = None, **columns: Any) -> StreamModel:
@@ -188,6 +227,8 @@ def stream_model(fitted: TitansForecaster, version: str, covariates: str | None 
     from titans_core.learner import Learner
 
     config = fitted.forecaster_.config
+    if covariates is not None and not fitted.encoder_.names:
+        raise UserError(f"the model {version} was trained without covariates, and a table of them is given: leave {covariates} out")
     beside = None if config.covariates is None else CovariateTable(fitted.encoder_, covariates, **columns).at
     memory = fitted.memory_
     row: Any = None
@@ -278,7 +319,7 @@ def work(
     if progress.positions:
         source.seek(progress.positions)
     counters: Counter[str] = Counter(progress.counters)
-    intake = _Intake(source, engine, batch_rows, max_events, stop, counters["received"])
+    intake = _Intake(source, engine, batch_rows, max_resident, max_events, stop, counters["received"])
     latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
     batch, batches = progress.done + 1, 0
     accepted = pending is not None
@@ -421,27 +462,41 @@ class _Trim:
 class _Intake:
     """Cuts the source into batches; at its end lets the events through that still wait for a watermark."""
 
-    def __init__(self, source: Source, engine: Engine, batch_rows: int, max_events: int | None, stop: Stop, received: int):
+    def __init__(
+        self, source: Source, engine: Engine, batch_rows: int, most: int, max_events: int | None, stop: Stop, received: int
+    ):  # fmt: skip
         self._source, self._engine, self._stop = source, engine, stop
-        self._batch_rows = batch_rows
+        self._batch_rows, self._most = batch_rows, most
         self._last = None if max_events is None else received + max_events
         self.received = received
         self.finished = False
         self.reason = "end of the source"
+        self._next = 0.0
+        """Until then (on the monotonic clock) events gather."""
 
     def take(self, batch: int, timeout: float) -> Taken | None:
-        """What arrived for `batch`, or None: nothing yet, or (`finished`) nothing any more."""
+        """What arrived for `batch`, or None: nothing yet, or (`finished`) nothing any more. Waits up to `timeout` seconds for the first
+        event; without a timeout not for more to gather, either."""
         if self._stop or (self._last is not None and self.received >= self._last):
             self.finished = True
             self.reason = "signal" if self._stop else "max_events"
             return None
-        # Batches end at multiples of their size, whatever was polled before: cut by position, not by time.
+        early = self._next - time.monotonic()
+        if early > 0:
+            if not timeout:
+                return None
+            time.sleep(early)
+        # Batches end at multiples of their size, whatever was polled before: cut by position, not by time. What is left of one when it was
+        # begun in its second half goes with the next: a few rows cost as much as many.
         room = self._batch_rows - self.received % self._batch_rows
+        if 2 * room < self._batch_rows and room + self._batch_rows <= self._most:
+            room += self._batch_rows
         if self._last is not None:
             room = min(room, self._last - self.received)
         polled = self._source.poll(room, timeout)
         if len(polled):
             self.received += len(polled)
+            self._next = 0.0 if len(polled) >= room else time.monotonic() + GATHER_SECONDS
             sent = np.array(polled.sent) if polled.sent else np.full(len(polled.records), time.time())
             return Taken(Arrivals(polled.records, polled.dead), sent, self._source.positions())
         if not self._source.ended:

@@ -4,6 +4,7 @@ import pytest
 
 from connectors import tables
 from connectors.errors import UserError
+from pipelines.forecasting import job
 from pipelines.forecasting.validation import Rules, validate
 from tests.cases import forecasting
 
@@ -26,3 +27,19 @@ def test_no_series_long_enough_is_an_error_with_both_lengths(case):
     frame = tables.read(case / "train.csv").filter(pl.col("unique_id") != "n200").filter(pl.col("unique_id") != "n48")
     with pytest.raises(UserError, match=r"shorter than the 48 rows .*the longest, 'n47', has 47"):
         validate(frame, Rules(look_back=36, horizon=12)).require()
+
+
+def test_training_says_which_series_gave_it_no_window(case, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def stop(*_):
+        raise InterruptedError
+
+    monkeypatch.setattr(job, "_border", stop)
+    with pytest.raises(InterruptedError):
+        job.train(str(case / "train.csv"), look_back=36, horizon=12, tracking_uri="sqlite:///t.db")
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("note: short: 8 series shorter than the 48 rows of a training window") and "'n47' 1 (first" in told
+    assert told.endswith("they give no training window; they are forecast all the same")
+    with pytest.raises(UserError, match=r"the longest, 'n200', has 200 .*: shorten the look-back or the horizon"):
+        job.train(str(case / "train.csv"), look_back=300, horizon=12, tracking_uri="sqlite:///t.db")

@@ -9,6 +9,7 @@ pytest.importorskip("confluent_kafka")
 
 from connectors.errors import UserError
 from connectors.streams import open_sink, open_source
+from connectors.streams.address import with_option
 from connectors.streams.kafka import parse_address
 from tests.connectors.brokers import Broker, broker
 
@@ -132,8 +133,10 @@ def test_an_absent_broker_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_addresses() -> None:
-    assert parse_address("kafka://a:1,b:2/t?group=g") == ("a:1,b:2", "t", {"group": "g"})
-    for bad in ("kafka://a:1", "kafka:///t", "kafka://a:1/t/u"):
+    found = parse_address("kafka://a:1,b/t?group=g&partitions=0,2")
+    assert (found.place, found.name, found.options) == ("a:1,b:9092", "t", {"group": "g", "partitions": "0,2"})
+    assert with_option("kafka://a:1,b/t?group=g&partitions=0,2", "partitions", "1,3") == "kafka://a:1,b/t?group=g&partitions=1,3"
+    for bad in ("kafka://a:1", "kafka:///t", "kafka://a:1/t/u", "kafka://a:x/t", "kafka://me:hunter2@a:1/t", "kafka://a:1,/t", "kafka://a:1/t?gruop=g"):
         with pytest.raises(UserError):
             parse_address(bad)
 

@@ -55,6 +55,20 @@ def test_what_was_not_committed_comes_again(place: Broker) -> None:
     last.close()
 
 
+def test_a_topic_is_the_name_of_its_stream(place: Broker) -> None:
+    source = open_source(f"mqtt://{place.place}/room/+/temp?client=three&id=topic", follow=True)
+    publish(place, "room/1/temp", [1])
+    publish(place, "room/2/temp", [2])
+    found = []
+    until = time.monotonic() + 20
+    while len(found) < 2 and time.monotonic() < until:
+        found += source.poll(5, 0.2).records
+    assert [(record.unique_id, record.y) for record in found] == [("room/1/temp", 1.0), ("room/2/temp", 2.0)]
+    source.close()
+    with pytest.raises(UserError, match="id=field names no stream: write id=topic"):
+        open_source(f"mqtt://{place.place}/room/+/temp?id=field", follow=True)
+
+
 def test_a_bad_message_is_a_dead_letter(place: Broker) -> None:
     source = open_source(f"mqtt://{place.place}/loose/#?client=two", follow=True)
     publish(place, "loose/x", [1])

@@ -399,11 +399,11 @@ def test_variants_keep_their_index_and_tell_their_status(tmp_path):
     vcf = write(
         tmp_path,
         "##fileformat=VCFv4.2\n#CHROM\tPOS\tID\tREF\tALT\n"
-        "chr1\t5\ta\tG\tA,<DEL>\n1\t5\tb\tT\tA\n1\t3\tc\tCC\tC\n1\t3\td\tC\tCTT\n9\t3\te\tC\tT\n1\t99\tf\tC\tT\n",
+        "chr1\t5\ta\tG\tA,<DEL>\n1\t5\tb\tT\tA\n1\t3\tc\tCC\tC\n1\t3\td\tC\tCTT\n9\t3\te\tC\tT\n1\t99\tf\tC\tT\n1\t3\tg\tC\tN\n1\t3\th\tC\tCR\n",
     )
     found = {(variant.name, variant.alt): variant for variant in variants(vcf, genome, 8)}
     status = {name: variant.status for (name, _), variant in found.items() if name != "a"}
-    assert status == {"b": "ref_mismatch", "c": "ok", "d": "ok", "e": "no_contig", "f": "out_of_contig"}
+    assert status == {"b": "ref_mismatch", "c": "ok", "d": "ok", "e": "no_contig", "f": "out_of_contig", "g": "ambiguous", "h": "ambiguous"}
     assert found["a", "<DEL>"].status == "symbolic"
     assert found["b", "A"].found == "G"
     for variant in found.values():

@@ -249,8 +249,8 @@ def test_many_lines_at_once_are_read_as_each_alone() -> None:
         decoder = Decoder("json", count_steps=count_steps)
         for lines in (plain, plain + stamped, *([*plain, line] for line in odd), []):
             places, offsets = np.arange(len(lines), dtype=np.int32) % 2, np.arange(len(lines)) + 10
-            records, dead, good = decoder.decode_all(lines, ["p", "q"], places, offsets)
+            records, dead, which = decoder.decode_all(lines, ["p", "q"], places, offsets)
             alone = [decoder.decode(line, "pq"[n % 2], n + 10) for n, line in enumerate(lines)]
             assert repr(list(records)) == repr([r for r in alone if isinstance(r, Record)])  # repr: NaN equals NaN
             assert dead == [r for r in alone if not isinstance(r, Record)]
-            assert good.tolist() == [isinstance(r, Record) for r in alone]
+            assert which.tolist() == [n for n, one in enumerate(alone) if isinstance(one, Record)]

@@ -113,3 +113,41 @@ def test_a_folder_with_a_file_that_is_no_parquet_names_the_file(tmp_path: Path) 
     (tmp_path / "b.parquet").write_text("unique_id,ds,y\n")
     with pytest.raises(UserError, match=r"b\.parquet' is no Parquet file"):
         tables.read(tmp_path)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"unique_id;ds;y\na;2024-01-01;1\n", "it is cut by ';', so say --separator ';'"),
+        (b"unique_id;ds;y\na;2024-01-01;1,5\n", "its first line is cut by ';': say --separator ';'"),
+        (b"unique_id\tds\ty\na\t2024-01-01\t1\n", r"say --separator '\\t'"),
+        (b"unique_id,ds,y\nK\xf6ln,2024-01-01,1\n", "it is not UTF-8: say --encoding latin-1"),
+        (b"unique_id,ds,y,y\na,2024-01-01,1,2\n", "has two columns named 'y': rename one, or take it out"),
+    ],
+    ids=["semicolons", "decimal commas", "tabs", "latin-1", "twice"],
+)
+def test_a_csv_file_of_another_dialect_is_told_with_what_to_say(tmp_path: Path, data: bytes, message: str, suffix: str) -> None:
+    path = tmp_path / f"t.{suffix}"
+    path.write_bytes(gzip.compress(data) if suffix == "csv.gz" else data)
+    with pytest.raises(UserError, match=message):
+        tables.read(path)
+
+
+def test_a_file_in_another_encoding_is_read_when_it_is_named(tmp_path: Path) -> None:
+    for encoding in ("latin-1", "utf-16"):
+        (tmp_path / "t.csv").write_bytes("unique_id,ds,y\nKöln,2024-01-01,1.5\n".encode(encoding))
+        with pytest.raises(UserError, match=f"say --encoding {encoding}"):
+            tables.read(tmp_path / "t.csv")
+        assert tables.read(tmp_path / "t.csv", csv=tables.CsvForm(encoding=encoding))["unique_id"].to_list() == ["Köln"]
+    with pytest.raises(UserError, match="unknown encoding: klingon"):
+        tables.read(tmp_path / "t.csv", csv=tables.CsvForm(encoding="klingon"))
+    with pytest.raises(UserError, match="separator ';;' is not one character"):
+        tables.CsvForm(separator=";;")
+
+
+def test_day_and_month_are_never_guessed(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("unique_id,ds,when\na,01/02/2024,2024/02/01\na,02/02/2024,2024/02/02\n")
+    frame = tables.read(tmp_path / "t.csv")
+    assert frame.schema["ds"] == pl.String and frame["ds"][0] == "01/02/2024"
+    assert frame.schema["when"] == pl.Date, "a year in front leaves nothing to guess"

@@ -14,7 +14,7 @@ import pytest
 
 from connectors import tables
 from pipelines.forecasting import backtest as rolling
-from pipelines.forecasting import charts, report, validation
+from pipelines.forecasting import baselines, charts, report, validation
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.windows import panel
 from tests.pipelines import trained
@@ -39,10 +39,10 @@ def sample(names: list[str], days: int = 20, seed: int = 0) -> pl.DataFrame:
     return pl.concat(frames)
 
 
-def contest(model: TitansForecaster, frame: pl.DataFrame, origins: int = 6) -> rolling.Backtest:
+def contest(model: TitansForecaster, frame: pl.DataFrame, origins: int = 6, ets: int | None = None) -> rolling.Backtest:
     table = panel(frame, frequency=model.frequency_)
     at = rolling.rolling_origins(table, model.horizon, origins, model.look_back)
-    return rolling.Backtest(model, table, at, int(at[0]))
+    return rolling.Backtest(model, table, at, int(at[0]), ets)
 
 
 def page(found: rolling.Backtest, folder: Path, **given: object) -> str:
@@ -81,7 +81,7 @@ def test_blocks_of_series_give_the_figures_of_all_at_once(
     assert pq.ParquetFile(tmp_path / "cut.parquet").metadata.num_row_groups == 4
     a, b = (pl.read_parquet(tmp_path / f"{name}.parquet") for name in ("whole", "cut"))
     assert a.columns == ["unique_id", "origin", "ds", "step", "y", "mean", "q0.025", "q0.1", "q0.5", "q0.9", "q0.975"] + [
-        "last_value", "seasonal_naive", "ridge", "ridge_carried"
+        "last_value", "seasonal_naive", "ridge", "ridge_carried", "ets"
     ]  # fmt: skip
     assert a.select("unique_id", "origin", "ds", "step", "y").equals(b.select("unique_id", "origin", "ds", "step", "y"))
     for name in a.columns[5:]:
@@ -95,6 +95,32 @@ def test_blocks_of_series_give_the_figures_of_all_at_once(
     assert mine["mae"] == pytest.approx(float((seen["mean"] - seen["y"]).abs().mean()))  # type: ignore[arg-type]
     inside = ((seen["y"] >= seen["q0.1"]) & (seen["y"] <= seen["q0.9"])).mean()
     assert mine["coverage80"] == pytest.approx(inside)
+
+
+def test_a_baseline_on_a_sample_says_so_and_is_no_rival(model: TitansForecaster, tmp_path: Path) -> None:
+    found = contest(model, sample([f"s{i}" for i in range(5)]), ets=2)
+    html = page(found, tmp_path)
+    board = {row["model"]: row for row in found.scores.leaderboard()}
+    assert [name for name, row in board.items() if "series" in row] == ["ets"] and board["ets"]["series"] == 2
+    rows = pl.read_parquet(tmp_path / "backtest.parquet")
+    drawn = rows.drop_nulls("ets")
+    assert drawn["unique_id"].n_unique() == 2
+    error = (drawn["ets"] - drawn["y"]).abs().mean()
+    assert board["ets"]["mae"] == pytest.approx(float(error))  # type: ignore[arg-type]
+    there = found.scores.series.filter(pl.col("unique_id").is_in(drawn["unique_id"].unique().to_list()))
+    assert board["ets"]["tethys_mase"] == pytest.approx(there["tethys.mase"].mean()) != board["tethys"]["mase"]
+    assert "ets on 2 series; tethys there" in " ".join(Page(html).text.split())
+    assert "Left out, because it forecast a sample of the series: ets." in html and "of series better than ets" not in html
+    assert report._rival([{"model": "ets", "series": 2}, {"model": "tethys"}, {"model": "ridge"}]) == "ridge"
+    assert "ets" not in contest(model, sample(["a", "b"]), ets=0).scores.models
+
+
+def test_ets_that_is_not_installed_is_told_in_one_line(
+    model: TitansForecaster, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
+    assert "ets" not in contest(model, sample(["a", "b"])).scores.models
+    assert capsys.readouterr().err == "ets is left out: it needs statsforecast: pip install 'tethys-streams[ets]'\n"
 
 
 def test_a_block_has_the_covariates_of_its_series(monkeypatch: pytest.MonkeyPatch) -> None:

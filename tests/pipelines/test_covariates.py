@@ -165,8 +165,15 @@ def test_a_stream_whose_future_is_not_known_gives_no_number(fitted: TitansForeca
     engine.model.beside.__self__._looked = -1e9  # type: ignore[union-attr]
     later = engine.step(Arrivals([Record("s1", int(times[59]), 1.0, None, "p", 59)]), 3).forecasts
     assert later["q0.5"].explode().null_count() == 0
+    nobody = Record("nobody", int(times[59]), 1.0, None, "p", 60)
+    assert "without_covariates" not in engine.step(Arrivals([Record("s1", int(times[59]) + 3_600_000_000, 1.0, None, "p", 59)]), 4).counters
+    assert engine.step(Arrivals([nobody]), 5).counters["without_covariates"] == 1
     with pytest.raises(UserError, match="give a table of these covariates"):
         stream_model(fitted, "sales/1")
+    for options in ({}, {"calendar": ("hour",)}):
+        plain = estimator(hidden=0, epochs=1, **options).fit(head(frame, 200))
+        with pytest.raises(UserError, match=r"sales/2 was trained without covariates, and a table of them is given"):
+            stream_model(plain, "sales/2", str(tmp_path / "t.parquet"))
 
 
 def test_categories_have_a_place_for_what_was_never_seen(fitted: TitansForecaster, frame: pl.DataFrame) -> None:
@@ -233,7 +240,7 @@ def settings(folder: Path, **options: object) -> Job:
 
 
 def test_the_nightly_job_reads_the_future_from_its_own_rows_or_from_a_table(
-    fitted: TitansForecaster, loaded: Loaded, frame: pl.DataFrame, tmp_path: Path
+    fitted: TitansForecaster, loaded: Loaded, frame: pl.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     as_of = START + timedelta(hours=800)
     tables.write(frame, tmp_path / "t.parquet")
@@ -256,6 +263,12 @@ def test_the_nightly_job_reads_the_future_from_its_own_rows_or_from_a_table(
     made_, failed = forecast_rows(head(frame, 800), settings(tmp_path), loaded, as_of.isoformat(), lacking)
     assert set(made_["unique_id"]) == {"s0", "s2"} and failed["unique_id"].to_list() == ["s1"]
     assert "missing_rows: 1 rows (first 2024-02-03 08:00:00)" in failed["reason"][0]
+    # A model that knows nothing ahead says that it does not read the table of it.
+    plain = estimator(hidden=0, epochs=1).fit(head(frame, 200))
+    save_weights(plain.forecaster_, tmp_path / "w.safetensors")
+    capsys.readouterr()
+    assert run_shards(beside, Loaded("sales/2", tmp_path / "w.safetensors", plain.describe()), as_of.isoformat()).failed == 0
+    assert f"sales/2 knows no covariate ahead, and reads nothing of the future {tmp_path}/future.csv" in capsys.readouterr().err
 
 
 def test_the_commands_train_list_what_lacks_backtest_and_forecast(frame: pl.DataFrame, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

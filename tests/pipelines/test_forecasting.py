@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from connectors.errors import UserError
 from pipelines import tracking
 from pipelines.forecasting import backtest as rolling
 from pipelines.forecasting import job
-from pipelines.forecasting.baselines import LastValue, Ridge, RidgeCarried, SeasonalNaive, profile
+from pipelines.forecasting.baselines import Ets, LastValue, Ridge, RidgeCarried, SeasonalNaive, profile
 from pipelines.forecasting.calendar import default_seasons, phases, steps
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.sample import hourly_load
@@ -105,6 +106,21 @@ def test_too_short_series_are_told(frame: pl.DataFrame) -> None:
         small().fit(frame.group_by("unique_id", maintain_order=True).head(30))
 
 
+def test_models_of_before_there_were_covariates_are_loaded(fitted: TitansForecaster, frame: pl.DataFrame, tmp_path: Path) -> None:
+    fitted.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for name in ("covariates", "outcome"):
+        del config[name]
+    for name in ("future", "historic", "static", "calendar", "outcomes"):
+        del config["parameters"][name]
+    config["forecaster"].pop("covariates", None)
+    old = TitansForecaster.from_weights(tmp_path / "weights.safetensors", config)
+    assert old.predict(frame).equals(fitted.predict(frame))
+    del config["frequency"]
+    with pytest.raises(UserError, match="do not fit this program .'frequency'.: train the model anew"):
+        TitansForecaster.from_weights(tmp_path / "weights.safetensors", config)
+
+
 def test_baselines_by_hand() -> None:
     y = np.arange(12.0)
     origins = np.array([8])
@@ -114,6 +130,22 @@ def test_baselines_by_hand() -> None:
     assert profile(np.array([1.0, 5.0, 3.0, 5.0], np.float32), 2, 0.5).tolist() == [1, 5, 2, 5]
     with pytest.raises(ValueError, match="whole window"):
         Ridge(2, 40).fit([y])
+
+
+def test_ets_sees_the_season_knows_no_future_and_leaves_out_what_it_cannot_fit() -> None:
+    rng = np.random.default_rng(2)
+    y = 1e6 + np.array([0.0, 3, 1, -2, -4, 2, 5])[np.arange(200) % 7] + 0.1 * rng.normal(size=200)
+    y[40:44] = np.nan
+    origins = np.array([150, 160, 171])
+    ets = Ets(7, 7, known=150).fit([y])
+    found = ets.forecast(y, origins)
+    assert np.abs(found - np.lib.stride_tricks.sliding_window_view(y, 7)[origins]).max() < 1.0, "of a season of nine"
+    later = y.copy()
+    later[160:] = 0.0  # after the second origin
+    np.testing.assert_array_equal(ets.forecast(later, origins)[:2], found[:2])
+    assert (Ets(3, 7, 50).forecast(np.full(60, 1e9), np.array([50, 55])) == 1e9).all()
+    for short in (np.arange(4.0), np.full(20, np.nan)):
+        assert np.isnan(Ets(3, 7, len(short)).forecast(short, np.array([len(short)]))).all()
 
 
 def test_carried_state_helps_where_the_past_is_longer_than_the_look_back() -> None:
@@ -177,7 +209,7 @@ def test_train_backtest_and_forecast_by_name(frame: pl.DataFrame, tmp_path: Path
         alias="champion",
     )
     names = {row["model"] for row in result.leaderboard}
-    assert names == {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried"}
+    assert names == {"tethys", "last_value", "seasonal_naive", "ridge", "ridge_carried", "ets"}
     assert result.leaderboard[0]["mase"] <= result.leaderboard[-1]["mase"]
     for path in (result.forecasts, result.plot, result.backtest):
         assert Path(path).stat().st_size > 0

@@ -62,6 +62,12 @@ def test_explain_wants_a_folder(tmp_path):
         runner.invoke(app, words, catch_exceptions=False)
 
 
+@pytest.mark.parametrize(("option", "value"), [("--model-name", "a/b"), ("--alias", "v1")])
+def test_names_are_looked_at_before_the_work(tmp_path, option, value):
+    with pytest.raises(UserError, match=f"'{value}' is no"):
+        runner.invoke(app, ["train", str(tmp_path / "no.tsv"), option, value], catch_exceptions=False)
+
+
 def test_a_job_that_is_no_text_is_told(tmp_path):
     (tmp_path / "job.yaml").write_bytes(b"\xe9\x00")
     with pytest.raises(UserError, match="is no YAML"):

@@ -41,10 +41,11 @@ def test_every_allele_has_a_row_and_a_status(tmp_path, model):
         ("chr1", 25, "deletion", REFERENCE[24:27], REFERENCE[24]),
         ("chr1", 30, "symbolic", REFERENCE[29], "<DEL>"),
         ("chr9", 1, "contig", "A", "C"),
+        ("chr1", 31, "any", REFERENCE[30], "N"),
     ]
     frame = pl.concat(list(score_variants(model, *write(tmp_path, REFERENCE, lines), batch=3)))
-    assert frame["id"].to_list() == ["snv", "snv", "name", "swapped", "insertion", "deletion", "symbolic", "contig"]
-    status = ["ok", "ok", "ok", "ref_mismatch", "ok", "ok", "symbolic", "no_contig"]
+    assert frame["id"].to_list() == ["snv", "snv", "name", "swapped", "insertion", "deletion", "symbolic", "contig", "any"]
+    status = ["ok", "ok", "ok", "ref_mismatch", "ok", "ok", "symbolic", "no_contig", "ambiguous"]
     assert frame["status"].to_list() == status
     assert frame["effect_a"].is_null().to_list() == [each != "ok" for each in status]
     assert frame["found"].to_list()[3] == REFERENCE[22]
@@ -119,6 +120,10 @@ def test_explain_writes_a_row_a_base_and_a_plot_a_record(tmp_path, model):
     np.testing.assert_allclose(effects, mutagenesis(model, REFERENCE[:20], "b"), atol=1e-6)
     assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["0000.png", "0001.png", "bases.tsv"]
     assert (tmp_path / "o/0000.png").read_bytes().startswith(b"\x89PNG")
+    # Fewer records: no plot of the run before stays, and no other file goes.
+    (tmp_path / "o/2024.png").touch()
+    assert CliRunner().invoke(app, [*arguments, "--records", "1"]).exit_code == 0
+    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == ["0000.png", "2024.png", "bases.tsv"]
 
 
 def test_the_command_writes_every_allele(tmp_path, model):

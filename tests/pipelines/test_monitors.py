@@ -172,3 +172,18 @@ def test_a_row_in_place_is_judge_interval_and_expect() -> None:
     for name, leaf in vars(pure).items():
         torch.testing.assert_close(getattr(native, name), leaf, rtol=1e-4, atol=1e-5, equal_nan=True)
     assert alarms > 20
+
+
+@pytest.mark.parametrize("native", [False, pytest.param(True, marks=pytest.mark.skipif(bool(streams.supports()), reason=streams.supports()))])
+def test_a_forecast_without_width_names_no_unit_of_surprise(native: bool) -> None:
+    monitors = Monitors((0.1, 0.5, 0.9), 2)
+    monitors.native = native
+    # Four streams are told 5, each with another width; then 7 comes, and at last 5 to one that said just that.
+    middle, half = torch.full((5,), 5.0, dtype=torch.float64), torch.tensor([0.0, 1e-16, 0.5, torch.nan, 0.0], dtype=torch.float64)
+    forecast = torch.stack([middle - half, middle, middle + half], -1).unsqueeze(1).expand(5, 2, 3).contiguous()
+    state, slots = monitors.initial(5), torch.arange(5)
+    monitors.row_(state, slots, torch.full((5,), torch.nan, dtype=torch.float64), forecast)
+    verdict, _, _ = monitors.row_(state, slots, torch.tensor([7.0, 7.0, 7.0, 7.0, 5.0], dtype=torch.float64), forecast)
+    expected = torch.tensor([torch.nan, torch.nan, 2.0 * monitors._normal_width, torch.nan, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(verdict.surprise, expected, equal_nan=True)
+    assert not verdict.covered[:2].any() and bool(verdict.covered[4])

@@ -17,7 +17,7 @@ from connectors.errors import UserError
 from pipelines import cli
 from pipelines.forecasting import job
 from pipelines.forecasting.reading import Reading, read_table
-from pipelines.forecasting.validation import Rules, validate
+from pipelines.forecasting.validation import Rules, check, validate
 from pipelines.windows import panel
 
 START = datetime(2024, 1, 1)
@@ -88,6 +88,36 @@ def test_infinity_is_told_once() -> None:
     assert [f.kind for f in report.findings] == ["infinite"]
     both = frame.with_columns(y=pl.when(pl.col("ds") == START + timedelta(hours=1)).then(None).otherwise("y"))
     assert {f.kind: f.total for f in validate(both).findings} == {"infinite": 1, "missing": 1}
+
+
+def test_values_that_float32_cannot_hold_are_told_with_id_and_time_or_masked() -> None:
+    frame = hourly().with_columns(y=pl.when(pl.col("ds") == START + timedelta(hours=7)).then(-1e300).otherwise("y"))
+    report = validate(frame)
+    with pytest.raises(UserError, match=r"1 values beyond 1e\+30, .*'a' 1 \(first 2024-01-01 07:00:00\): correct them"):
+        report.require()
+    assert [f.kind for f in report.findings] == ["out_of_range"]
+    masked = check(frame, Rules(infinite="mask"))
+    assert masked.report.ok and masked.frame["y"].null_count() == 1
+    assert validate(hourly().with_columns(pl.col("y") * 1e28)).ok
+
+
+def test_stamps_with_the_day_in_front_are_no_stamps_until_their_form_is_said(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("unique_id,ds,y\na,01/02/2024,1\na,02/02/2024,2\na,03/02/2024,3\n")
+    with pytest.raises(UserError, match=r"holds '01/02/2024', not a time stamp .*--time-format %d/%m/%Y"):
+        read_table(str(tmp_path / "t.csv"))
+    with pytest.raises(UserError, match="holds '01/02/2024', not a time stamp"):
+        panel(pl.read_csv(tmp_path / "t.csv"))
+    for form, step in (("%d/%m/%Y", "1d"), ("%m/%d/%Y", "1mo")):
+        assert read_table(str(tmp_path / "t.csv"), Reading(csv=tables.CsvForm(time_format=form))).panel.frequency == step
+
+
+def test_a_table_of_the_future_that_nothing_reads_is_a_mistake(tmp_path: Path) -> None:
+    data = tmp_path / "t.parquet"
+    hourly().write_parquet(data)
+    with pytest.raises(UserError, match=r"no covariate is to be known ahead here, and .*f\.csv is given"):
+        read_table(str(data), Reading(future=str(tmp_path / "f.csv")))
+    shown = CliRunner().invoke(cli.app, ["validate", str(data), "--future-table", "f.csv"])
+    assert isinstance(shown.exception, UserError) and "leave --future-table out" in str(shown.exception)
 
 
 def test_a_plot_of_names_in_any_script_warns_of_nothing(tmp_path: Path) -> None:

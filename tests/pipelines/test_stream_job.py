@@ -98,6 +98,28 @@ def test_looking_in(registered: Path) -> None:
         inspect.streams(registered / "nothing.db")
 
 
+def test_a_run_that_teaches_nothing_says_why(registered: Path) -> None:
+    source = registered / "rows.ndjson"
+    source.write_text("")
+    assert stream(registered / "empty", source).hint == "the source held no rows"
+    row = '{"unique_id": "a", "ds": "2024-01-01T%s", "y": %s}\n'
+    source.write_text("not json\n" + row % ("00:00:00", "null"))
+    lost = stream(registered / "lost", source)
+    assert lost.hint == f"nothing was learnt from 2 rows: 1 could not be read, 1 had no value; see {lost.dead_letters}"
+    past = hourly_load(series=1, days=2)
+    past.write_csv(registered / "past.csv")
+    past.write_ndjson(source)
+    late = stream(registered / "late", source, history=str(registered / "past.csv"))
+    assert late.hint.startswith("nothing was learnt from 48 rows: 48 came late (a longer --grace waits for such rows); see ")
+    source.write_text(row % ("00:00:00", 1) + row % ("00:30:00", 2) + "not json\n")
+    assert stream(registered / "most", source).hint.startswith("of 3 rows most taught nothing: 1 could not be read, 1 stood between two steps of")
+    source.write_text('{"unique_id": "a", "ds": "2024-01-01T00:00:00", "y": 1}\n')
+    assert "no forecast was judged yet" in stream(registered / "one", source).hint
+    assert "nothing new" in stream(registered / "one", source).hint
+    hourly_load(series=1, days=2).write_ndjson(source)
+    assert stream(registered / "good", source).hint is None
+
+
 def test_one_series_without_a_name_column(registered: Path) -> None:
     source = registered / "rows.csv"
     hourly_load(series=1, days=2).select(pl.col("ds").alias("date"), pl.col("y").alias("load")).write_csv(source)

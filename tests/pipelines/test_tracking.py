@@ -146,6 +146,16 @@ def test_a_store_that_is_not_there(tmp_path):
         tracking.open_store("sqlite:///:memory:")
 
 
+def test_one_folder_is_made_for_a_store_and_no_tree(tmp_path):
+    tracking.open_store(f"sqlite:///{tmp_path}/runs/t.db")
+    with pytest.raises(UserError, match=f"the folder {tmp_path}/new of the tracking store .* does not exist"):
+        tracking.open_store(f"sqlite:///{tmp_path}/new/folder/t.db")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot make the folder .*file of the tracking store"):
+        tracking.open_store(f"sqlite:///{tmp_path}/file/t.db")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "runs"]
+
+
 @pytest.mark.parametrize("uri", ["runs/tethys.db", "mysterious://x"])
 def test_an_address_that_names_no_store_is_told_what_to_write(uri):
     with pytest.raises(UserError, match="cannot open the tracking store .*sqlite:///FILE"):

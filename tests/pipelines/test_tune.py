@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import polars as pl
@@ -72,8 +73,17 @@ def test_parameters_of_a_file_reach_the_model(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """The searches of this file share the cluster that the first of them starts."""
+    yield
+    import ray  # its settings are read at import, and the search makes them
+
+    ray.shutdown()
+
+
 @pytest.mark.ray
-def test_a_search_from_table_to_parameters_and_on_from_where_it_was_killed(tmp_path: Path) -> None:
+def test_a_search_from_table_to_parameters_and_on_from_where_it_was_killed(cluster: None, tmp_path: Path) -> None:
     frame, store = hourly_load(series=2, days=30), f"sqlite:///{tmp_path}/t.db"
     (tmp_path / "space.yaml").write_text("look_back: [24, 48]\nhidden: [0, 8]\nmemory: [carried, nonsense]\n")
     settings = {"horizon": HORIZON, "trials": 5, "epochs": 2, "space": tmp_path / "space.yaml", "tracking_uri": store, "output": tmp_path / "study"}
@@ -82,48 +92,69 @@ def test_a_search_from_table_to_parameters_and_on_from_where_it_was_killed(tmp_p
         rows.write_parquet(tmp_path / "load.parquet")
         return tune.tune(str(tmp_path / "load.parquet"), **settings)  # type: ignore[arg-type]
 
-    try:
-        first = search(frame)
-        points = tune.draw(tune.read_space(tmp_path / "space.yaml"), 5, 0, {})
-        nonsense = sum(p["memory"] == "nonsense" for p in points)
-        assert first.trials == 5 and first.failed == nonsense > 0 and first.resumed == 0
-        # The errors are those of trainings by hand on the rows before the test rows.
-        table = panel(frame)
-        past = job._until(table, job._border(table, 1, HORIZON))
-        for row in first.leaderboard:
-            if row["state"] == "finished":
-                by_hand = TitansForecaster(horizon=HORIZON, look_back=row["look_back"], hidden=row["hidden"], epochs=2, frequency="1h").fit(past)
-                assert row["error"] == pytest.approx(by_hand.valid_error_, rel=1e-4)
-        written = yaml.safe_load(Path(first.params).read_text())
-        assert {name: written[name] for name in first.best} == first.best and written["horizon"] == HORIZON
+    first = search(frame)
+    points = tune.draw(tune.read_space(tmp_path / "space.yaml"), 5, 0, {})
+    nonsense = sum(p["memory"] == "nonsense" for p in points)
+    assert first.trials == 5 and first.failed == nonsense > 0 and first.resumed == 0
+    # The errors are those of trainings by hand on the rows before the test rows.
+    table = panel(frame)
+    past = job._until(table, job._border(table, 1, HORIZON))
+    for row in first.leaderboard:
+        if row["state"] == "finished":
+            by_hand = TitansForecaster(horizon=HORIZON, look_back=row["look_back"], hidden=row["hidden"], epochs=2, frequency="1h").fit(past)
+            assert row["error"] == pytest.approx(by_hand.valid_error_, rel=1e-4)
+    written = yaml.safe_load(Path(first.params).read_text())
+    assert {name: written[name] for name in first.best} == first.best and written["horizon"] == HORIZON
 
-        # One run a trial, under the run of the study.
-        opened = tracking.open_store(store)
-        (parent,) = opened.client.search_runs([opened.experiment_id], "attributes.run_name = 'tune forecaster'")
-        under = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
-        children = {c.info.run_name: c for c in opened.client.search_runs([opened.experiment_id], under)}
-        assert set(children) == {f"trial {i}" for i in range(5)} and parent.info.status == "FINISHED"
-        assert sum(c.info.status == "FAILED" for c in children.values()) == nonsense
-        for row in first.leaderboard:
-            if row["error"] is not None:
-                assert children[f"trial {row['trial']}"].data.metrics["error"] == pytest.approx(row["error"])
+    # One run a trial, under the run of the study.
+    opened = tracking.open_store(store)
+    (parent,) = opened.client.search_runs([opened.experiment_id], "attributes.run_name = 'tune forecaster'")
+    under = f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"
+    children = {c.info.run_name: c for c in opened.client.search_runs([opened.experiment_id], under)}
+    assert set(children) == {f"trial {i}" for i in range(5)} and parent.info.status == "FINISHED"
+    assert sum(c.info.status == "FAILED" for c in children.values()) == nonsense
+    for row in first.leaderboard:
+        if row["error"] is not None:
+            assert children[f"trial {row['trial']}"].data.metrics["error"] == pytest.approx(row["error"])
 
-        # Killed: two trials are lost, and the run of one is still open. Test rows that came since change nothing.
-        for lost in (1, 3):
-            (tmp_path / "study" / "trials" / f"trial-{lost:03d}.json").unlink()
-        Path(first.params).unlink()
-        left = tracking.begin(opened, "trial 3", parent=tracking.Run(opened, parent.info.run_id, opened.experiment_id))
-        spoilt = frame.with_columns(y=pl.when(pl.col("ds") >= table.ds[job._border(table, 1, HORIZON)]).then(1e6).otherwise("y"))
-        second = search(spoilt)
-        assert second.resumed == 3 and second.best == first.best and second.error == first.error
-        assert opened.client.get_run(left.id).info.status == "KILLED"
-        assert opened.client.get_run(parent.info.run_id).info.status == "FINISHED" and len(list((tmp_path / "study/trials").iterdir())) == 5
-        with pytest.raises(UserError, match="holds the study of other data or other settings"):
-            search(frame.with_columns(pl.col("y") + 1))
-    finally:
-        import ray  # its settings are read at import, and the search makes them
+    # Killed: two trials are lost, and the run of one is still open. Test rows that came since change nothing.
+    for lost in (1, 3):
+        (tmp_path / "study" / "trials" / f"trial-{lost:03d}.json").unlink()
+    Path(first.params).unlink()
+    left = tracking.begin(opened, "trial 3", parent=tracking.Run(opened, parent.info.run_id, opened.experiment_id))
+    spoilt = frame.with_columns(y=pl.when(pl.col("ds") >= table.ds[job._border(table, 1, HORIZON)]).then(1e6).otherwise("y"))
+    second = search(spoilt)
+    assert second.resumed == 3 and second.best == first.best and second.error == first.error
+    assert opened.client.get_run(left.id).info.status == "KILLED"
+    assert opened.client.get_run(parent.info.run_id).info.status == "FINISHED" and len(list((tmp_path / "study/trials").iterdir())) == 5
+    with pytest.raises(UserError, match="holds the study of other data or other settings"):
+        search(frame.with_columns(pl.col("y") + 1))
 
-        ray.shutdown()
+
+@pytest.mark.ray
+def test_a_trial_that_falls_behind_is_stopped_before_its_last_epoch(cluster: None, tmp_path: Path) -> None:
+    """One at a time, the better first: at epoch 2 of 6 the other one is measured against it."""
+    frame, store = hourly_load(series=2, days=30), f"sqlite:///{tmp_path}/t.db"
+    (tmp_path / "space.yaml").write_text("memory: [carried, frozen]\nhidden: [16]\nlook_back: [24]\n")
+    frame.write_parquet(tmp_path / "load.parquet")
+    assert [p["memory"] for p in tune.draw(tune.read_space(tmp_path / "space.yaml"), 2, 0, {})] == ["carried", "frozen"]
+    found = tune.tune(
+        str(tmp_path / "load.parquet"), horizon=HORIZON, trials=2, workers=1, epochs=3, space=tmp_path / "space.yaml", tracking_uri=store,
+        output=tmp_path / "study",
+    )  # fmt: skip
+    good, bad = found.leaderboard
+    assert (good["memory"], good["state"], good["epochs"]) == ("carried", "finished", 6)
+    assert (bad["memory"], bad["state"], bad["epochs"], bad["error"]) == ("frozen", "stopped", tune.GRACE, None)
+    assert found.stopped == 1 and found.failed == 0 and found.best["memory"] == "carried"
+    # It was behind there, by the errors that it told, and would have been at the end.
+    opened = tracking.open_store(store)
+    runs = {run.info.run_name: run.info.run_id for run in opened.client.search_runs([opened.experiment_id], "attributes.run_name LIKE 'trial %'")}
+    told = {name: {m.step: m.value for m in opened.client.get_metric_history(run, "error_of_epoch")} for name, run in runs.items()}
+    assert sorted(told["trial 1"]) == [1, 2] and sorted(told["trial 0"]) == [1, 2, 3, 4, 5, 6]
+    assert told["trial 1"][2] > 1.2 * told["trial 0"][2]
+    table = panel(frame)
+    whole = TitansForecaster(horizon=HORIZON, look_back=24, hidden=16, epochs=3, memory="frozen", frequency="1h")
+    assert whole.fit(job._until(table, job._border(table, 1, HORIZON))).valid_error_ > 1.2 * good["error"]
 
 
 def test_a_trial_of_another_study_is_not_taken_for_one_of_this(tmp_path: Path) -> None:

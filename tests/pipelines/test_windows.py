@@ -229,8 +229,8 @@ def test_a_cluster_that_is_slow_to_start_is_started_again(monkeypatch):
 
     tries = []
 
-    def init(**options):
-        tries.append(options["num_cpus"])
+    def init(address, **options):
+        tries.append((address, options["num_cpus"]))
         if len(tries) < 2:
             raise Exception("The current node timed out during startup.")
 
@@ -239,7 +239,7 @@ def test_a_cluster_that_is_slow_to_start_is_started_again(monkeypatch):
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     ray_cluster(2)
-    assert tries == [2, 2]
-    monkeypatch.setattr(ray, "init", lambda **options: (_ for _ in ()).throw(ValueError("no such option")))
+    assert tries == [("local", 2)] * 2, "a cluster of somebody else on this machine is left alone"
+    monkeypatch.setattr(ray, "init", lambda address, **options: (_ for _ in ()).throw(ValueError("no such option")))
     with pytest.raises(ValueError, match="no such option"):
         ray_cluster(2)
