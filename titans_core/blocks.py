@@ -10,7 +10,7 @@ Axis letters: B streams, T tokens, D model width, H heads, d = D / H, P persiste
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -64,6 +64,12 @@ def _turned(qkv: Tensor, heads: int, position: Tensor) -> tuple[Tensor, Tensor, 
     return q, k, split_heads(qkv[..., 2 * width :], heads)
 
 
+def _keys_and_values(x: Tensor, weight: Tensor, heads: int) -> KeyValues:
+    """x (B, T, D), weight (2 D, D) -> keys without positions and values (B, H, T, d)."""
+    keys, values = dispatch.project(x, weight).chunk(2, dim=-1)
+    return KeyValues(split_heads(keys, heads), split_heads(values, heads))
+
+
 @dataclass(frozen=True)
 class AttentionState:
     """Kept keys and values, and how many tokens each stream has had (B,)."""
@@ -89,10 +95,8 @@ class Attention(nn.Module):
 
     def prefix(self) -> KeyValues | None:
         """Keys and values of the persistent tokens (1, H, P, d), without positions."""
-        if self.persistent.shape[0] == 0:
-            return None
-        _, keys, values = self.qkv(self.persistent[None]).chunk(3, dim=-1)
-        return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
+        count, dim = self.persistent.shape
+        return _keys_and_values(self.persistent[None], self.qkv.weight[dim:], self.heads) if count else None
 
     def forward(self, x: Tensor, state: AttentionState) -> tuple[Tensor, AttentionState]:
         position = state.seen[:, None] + torch.arange(x.shape[1], device=x.device)
@@ -218,38 +222,36 @@ class Mac(nn.Module):
         places = state.place.unique() if len(x) > 1 else state.place
         if len(places) > 1:  # streams at different places of their segments: those in step go together
             return _in_step(self, x, state, state.place)
-        place, outputs, start, length = int(places[0]), [], 0, x.shape[1]
-        # Queries, keys and values of all tokens, and of the persistent ones, at once; those of what is retrieved come segment by segment.
+        place, outputs, length = int(places[0]), [], x.shape[1]
+        # What does not depend on the memory is made for all tokens at once; what is retrieved comes segment by segment.
         position = ((place + torch.arange(length, device=x.device)) % self.length)[None]
-        q, k, v = _turned(self.qkv(x), self.heads, position)
-        fixed = self.prefix()
+        rows, gate, reading = self.memory.queries(x, state.reading)
+        weight = self.qkv.weight[x.shape[-1] :]
+        fixed = _keys_and_values(self.persistent[None], weight, self.heads)
         fixed = KeyValues(fixed.keys.expand(len(x), -1, -1, -1), fixed.values.expand(len(x), -1, -1, -1))
-        while start < length:
-            stop = min(start + self.length - place, length)
-            own = (q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop])
-            y, state = self._within(x[:, start:stop], own, position[:, start:stop], fixed, state, place)
+        first = min(self.length - place, length)
+        sizes = [first, *[self.length] * ((length - first) // self.length)]
+        sizes += [rest] if (rest := length - sum(sizes)) else []
+        parts = [part.split(sizes, dim=2) for part in (*_turned(self.qkv(x), self.heads, position), rows)]
+        for *own, gate_part, at in zip(*parts, gate.split(sizes, dim=1), position.split(sizes, dim=1), strict=True):
+            retrieved = _keys_and_values(self.memory.read(own[3], gate_part, state.anchor), weight, self.heads)
+            retrieved = KeyValues(dispatch.rope(retrieved.keys, at), retrieved.values)
+            y, state = self._within(own[0], KeyValues(own[1], own[2]), retrieved, fixed, state, place)
             outputs.append(y)
-            place, start = (place + stop - start) % self.length, stop
-        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], state
+            place = (place + at.shape[1]) % self.length
+        return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0], replace(state, reading=reading)
 
     def prefix(self) -> KeyValues:
         """Keys and values of the persistent tokens (1, H, P, d), without positions."""
-        return self._keys_and_values(self.persistent[None])
-
-    def _keys_and_values(self, x: Tensor) -> KeyValues:
-        """(B, T, D) -> keys without positions and values (B, H, T, d)."""
-        keys, values = dispatch.project(x, self.qkv.weight[x.shape[-1] :]).chunk(2, dim=-1)
-        return KeyValues(split_heads(keys, self.heads), split_heads(values, self.heads))
+        return _keys_and_values(self.persistent[None], self.qkv.weight[self.persistent.shape[1] :], self.heads)
 
     def _within(
-        self, x: Tensor, own: tuple[Tensor, Tensor, Tensor], position: Tensor, fixed: KeyValues, state: MacState, place: int
+        self, q: Tensor, own: KeyValues, retrieved: KeyValues, fixed: KeyValues, state: MacState, place: int
     ) -> tuple[Tensor, MacState]:
-        """Tokens that all lie in the open segment, the first at `place`; own: their queries, keys and values (B, H, T, d)."""
-        (q, k, v), length = own, x.shape[1]
+        """Queries (B, H, T, d) of tokens that all lie in the open segment, the first at `place`; their own keys and values, and those of what was
+        retrieved for them."""
+        (k, v), (k_read, v_read), length = own, retrieved, q.shape[2]
         end = place + length
-        retrieved, reading = self.memory.read(x, state.anchor, state.reading)
-        k_read, v_read = self._keys_and_values(retrieved)
-        k_read = dispatch.rope(k_read, position)
         context, segment = state.context, state.segment
         if length < self.length:  # a whole segment at once leaves nothing to remember: the next one begins at slot 0
             context, segment = _fill(context, k_read, v_read, place), _fill(segment, k, v, place)
@@ -259,7 +261,7 @@ class Mac(nn.Module):
         values = torch.cat((fixed.values, v_read, v), dim=2)
         mask = None  # one token sees all that is there
         if length > 1:
-            causal = attention.causal_offsets(length, place, end, x.device)
+            causal = attention.causal_offsets(length, place, end, q.device)
             mask = torch.cat((causal.new_ones(length, fixed.keys.shape[2]), causal, causal), dim=1)
         y = self.out(F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2).flatten(-2))
         m, memory = self.memory(y, state.memory)
@@ -267,7 +269,7 @@ class Mac(nn.Module):
         full = end == self.length
         anchor = memory.memory if full else state.anchor
         places = torch.full_like(state.place, 0 if full else end)
-        return o, MacState(memory, anchor, reading, context, segment, places)
+        return o, MacState(memory, anchor, state.reading, context, segment, places)
 
 
 def _fill(cache: KeyValues, keys: Tensor, values: Tensor, place: int) -> KeyValues:

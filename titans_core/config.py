@@ -197,14 +197,3 @@ class Size(NamedTuple):
 PAPER_CHUNK, PAPER_BLOCKS = 16, {"window": 2048, "segment": 512, "persistent": 128}  # Titans appendix E
 # Titans table 5 and ATLAS table 7, which are the same.
 PRESETS = {"170M": Size(12, 768, 16), "340M": Size(24, 1024, 16), "760M": Size(24, 1536, 16), "1.3B": Size(18, 2048, 8)}
-
-
-def preset(size: str, mixer: Mixer = "lmm", memory: str = "titans", **settings: Any) -> BackboneConfig:
-    """A backbone of the papers' size with their chunk 16, segment 512, window 2048 and 128 persistent tokens (Titans appendix E).
-
-    memory: a name of FAMILY; `settings` are those of its MemoryConfig.
-    """
-    require(size in PRESETS, f"size '{size}' is none of {', '.join(PRESETS)}")
-    blocks, dim, heads = PRESETS[size]
-    learned = family(memory, **({"dim": dim, "heads": heads, "chunk": PAPER_CHUNK} | settings))
-    return BackboneConfig(memory=learned, layers=(mixer,) * blocks, **PAPER_BLOCKS)

@@ -68,12 +68,12 @@ def _native(block: Block) -> Step | None:
     if kind is None or dispatch.forced() not in (None, "native") or native.supports(*weights):
         return None
     memory = mixer.memory if isinstance(mixer, Lmm | Mac) else mixer.memory.memory if isinstance(mixer, Mag | Mal) else None
-    form = None
-    if memory is not None:
-        form = memory.native_form(block.mixer_norm.weight[None, None], memory.initial_state(1)) if isinstance(memory, NeuralMemory) else None
-        if form is None:
-            return None
-    attend = mixer if isinstance(mixer, Attention | Mac) else mixer.attention if isinstance(mixer, Mag | Mal) else None
+    if memory is not None and not isinstance(memory, NeuralMemory):
+        return None
+    form = None if memory is None else memory.native_form(block.mixer_norm.weight[None, None], memory.initial_state(1))
+    if memory is not None and form is None:
+        return None
+    attend: Attention | Mac | None = mixer if isinstance(mixer, Attention | Mac) else mixer.attention if isinstance(mixer, Mag | Mal) else None
     given = [block.mixer_norm.weight, block.feed_forward_norm.weight, block.feed_forward.gate_up.weight, block.feed_forward.down.weight]
     heads = form.heads if form is not None else 1
     if attend is not None:

@@ -53,9 +53,11 @@ class ForecasterRow:
         f, c = self.forecaster, self.forecaster.config
         x, level, unit, rough = self.move(state, slots, y, observed, which, now, ahead)
         spread = rough**c.spread
-        # (Q, n, H): a quantile is one piece of memory.
-        around = f.centre_of(x) + spread.view(1, -1, 1) * f.offsets.T.unsqueeze(1)
-        quantiles = level.view(1, -1, 1) + unit.view(1, -1, 1) * around
+        # (Q, n, H): a quantile is one piece of memory. Megabytes for a batch of live streams, so each sum is taken in place.
+        around = spread.view(1, -1, 1) * f.offsets.T.unsqueeze(1)
+        around += f.centre_of(x)
+        quantiles = unit.view(1, -1, 1) * around
+        quantiles += level.view(1, -1, 1)
         unknown = state.count[slots] == 0
         if unknown.any():
             quantiles[:, unknown] = math.nan

@@ -174,9 +174,9 @@ class NeuralMemory(nn.Module):
         """What an MLP over features adds to unit queries' reads, and regresses beside for unit keys (B, H, T, d)."""
         return rows * math.sqrt(self.config.width)
 
-    def _output(self, y: Tensor, x: Tensor) -> Tensor:
-        """Reads (B, H, T, d) and layer input (B, T, D) -> layer output (B, T, D)."""
-        out: Tensor = self.out(dispatch.gated_norm(y, self.gate(x), self.norm.weight))
+    def _output(self, y: Tensor, gate: Tensor) -> Tensor:
+        """Reads (B, H, T, d) and the output gate (B, T, D) -> layer output (B, T, D)."""
+        out: Tensor = self.out(dispatch.gated_norm(y, gate, self.norm.weight))
         return out
 
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -253,7 +253,7 @@ class NeuralMemory(nn.Module):
             y = y + q @ self.init[0].mT
         if self.outer_residual:
             y = y + self._residual(q_rows)
-        return self._output(y, x), MemoryState(memory, tail)
+        return self._output(y, self.gate(x)), MemoryState(memory, tail)
 
     def _whole(self, x: Tensor, state: MemoryState, form: native.Form) -> tuple[Tensor, MemoryState]:
         """`forward` as one native function, gradients included."""
@@ -309,15 +309,18 @@ class NeuralMemory(nn.Module):
         """What the memory decays towards, None: zero."""
         return tuple(self.init) if self.config.decay_to_init else None
 
-    def read(self, x: Tensor, memory: Memory, tail: Tensor) -> tuple[Tensor, Tensor]:
-        """Read without a write: queries of x (B, T, D) against one fixed memory.
+    def queries(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What `read` needs of x (B, T, D): rows (B, H, T, d), the output gate (B, T, D), and the tail after x.
 
         tail is the convolution's tail of the reading sequence, which the caller carries (B, conv - 1, D): queries alone are made.
         """
         dim = self.config.dim
         u = dispatch.project(x, self.qkv.weight[:dim])
-        mixed, tail = convolve(u, tail, self.conv.weight[:, :dim]), next_tail(u, tail)
-        rows = unit(split_heads(F.silu(mixed), self.config.heads)) * self.length
+        mixed = convolve(u, tail, self.conv.weight[:, :dim])
+        return unit(split_heads(F.silu(mixed), self.config.heads)) * self.length, self.gate(x), next_tail(u, tail)
+
+    def read(self, rows: Tensor, gate: Tensor, memory: Memory) -> Tensor:
+        """Read without a write: `queries` against one fixed memory -> (B, T, D)."""
         q = self._features(rows)
         if isinstance(memory, DeepState | AtlasState):
             y = output(memory.W, q, self.network)
@@ -325,7 +328,7 @@ class NeuralMemory(nn.Module):
             y = q @ (memory.W + self.init[0] if self.config.decay_to_init else memory.W).mT
         if self.outer_residual:
             y = y + self._residual(rows)
-        return self._output(y, x), tail
+        return self._output(y, gate)
 
 
 @dataclass(frozen=True)

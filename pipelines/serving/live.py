@@ -32,7 +32,7 @@ from connectors.errors import UserError
 from connectors.streams.base import Record
 from pipelines.serving.history import PARTITION, History, HistoryRow
 from pipelines.streaming.engine import Engine, Outcome, StreamModel, StreamState
-from pipelines.streaming.event_time import Clock, EventTime
+from pipelines.streaming.event_time import VERDICTS, Clock, EventTime
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 from pipelines.streaming.slots import open_snapshot
 from pipelines.streaming.worker import BATCH_ROWS, SNAPSHOT_SHARE
@@ -348,7 +348,7 @@ class Live:
         at = 0
         for push in pushes:
             n = len(push.records)
-            verdicts = outcome.verdicts[at : at + n]
+            verdicts = [VERDICTS[code] for code in outcome.verdicts[at : at + n].tolist()]
             at += n
             named = dict.fromkeys(record.unique_id for record in push.records) if push.wanted else ()
             _tell(push.future, Pushed(verdicts, [forecasts[name] for name in named if name in forecasts]))
