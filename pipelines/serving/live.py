@@ -109,6 +109,8 @@ class Committed:
     """From taking the batch to its commit."""
     latencies_ms: np.ndarray
     """Of each event: handed in -> durable."""
+    step_ms: float
+    """Clocks, memories, monitors and rows, without the commit."""
 
     @property
     def surprise(self) -> float:
@@ -327,6 +329,7 @@ class Live:
         outcome = self.engine.step(arrivals, batch)
         done = [(order, *_try(order.do)) for order in orders]
         forecasts, rows = self._read(outcome)
+        step_ms = 1e3 * (time.monotonic() - began)
         receipt = self.history.append(rows, forget=self._forgotten)
         self.counters.update(outcome.counters)
         gathered = self._gather()
@@ -357,7 +360,7 @@ class Live:
         self._in_hand = [] if following is None else list(following[1])
         now = time.monotonic()
         waited = np.repeat([1e3 * (now - push.since) for push in pushes], [len(push.records) for push in pushes])
-        self._listen(Committed(rows, outcome.counters, now - began, waited))
+        self._listen(Committed(rows, outcome.counters, now - began, waited, step_ms))
         return following
 
     def _publish(self, arrivals: Arrivals, forecasts: Mapping[str, Forecast], rows: Sequence[HistoryRow]) -> None:

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from connectors.errors import UserError
 from pipelines import DEFAULT_TRACKING_URI
 from pipelines.forecasting.estimator import TitansForecaster
@@ -307,6 +309,6 @@ class Service:
             self._figures(
                 Step(
                     Counter(self.live.counters), len(self.live.known), committed.latencies_ms, committed.surprise, self.live.waiting,
-                    self.live.store.bytes_written, committed.latencies_ms[:0],  # the step alone is not timed here
+                    self.live.store.bytes_written, np.array([committed.step_ms]),
                 )
             )  # fmt: skip
