@@ -12,9 +12,9 @@ sampled or left out. Three phases, the workers started again from their checkpoi
    within `--within` milliseconds (`trials`; `--rate` skips them);
 3. events come at that rate (`offered_events_per_s`) for `--seconds`: all other figures are of this phase.
 
-`p50_ms` and `p99_ms` run from the moment an event was given to the broker until its forecasts were durable; `dropped`
-counts events that were sent and never taken. `rss_growth` is the resident memory of the workers at the end over that
-after the first quarter.
+`p50_ms` and `p99_ms` run from the moment an event was given to the broker until its forecasts were durable; `step_p50_ms`
+and `step_p99_ms` are of one batch through memories and monitors, without source and sinks. `dropped` counts events that
+were sent and never taken. `rss_growth` is the resident memory of the workers at the end over that after the first quarter.
 
 River's SNARIMAX(p=12, d=1) and HoltWinters (season 24) learn one value and forecast 24 steps, an event at a time, on
 200 streams (fewer suit them better), before and after our run; they write nothing and commit nothing.
@@ -143,22 +143,24 @@ def produce(address: str, sites: np.ndarray, streams: int, first: int, count: in
     from confluent_kafka import Producer
 
     producer = Producer({"bootstrap.servers": address, "linger.ms": 5, "queue.buffering.max.messages": 1_000_000})
+    values, length = sites.tolist(), sites.shape[1]
     begun, sent = time.monotonic(), 0
     while sent < count:
-        due = count if not rate else min(count, int((time.monotonic() - begun) * rate))
+        due = min(count, sent + 10_000 if not rate else int((time.monotonic() - begun) * rate))
+        batches: list[list[dict[str, bytes]]] = [[] for _ in range(PARTITIONS)]
         for n in range(first + sent, first + due):
             row, stream = divmod(n, streams)
-            value = sites[stream % len(sites), (row + stream // len(sites)) % sites.shape[1]]
-            producer.produce(
-                TOPIC,
-                b'{"unique_id": "s%d", "ds": %d, "y": %.4f}' % (stream, START + 3600 * row, value),
-                partition=stream % PARTITIONS,
-            )
-            if not n % 2000:
-                producer.poll(0)
+            value = values[stream % len(values)][(row + stream // len(values)) % length]
+            batches[stream % PARTITIONS].append({"value": b'{"unique_id": "s%d", "ds": %d, "y": %.4f}' % (stream, START + 3600 * row, value)})
+        for partition, batch in enumerate(batches):
+            if batch and producer.produce_batch(TOPIC, batch, partition=partition) != len(batch):
+                raise SystemExit("the producer's queue is full: the broker cannot take so many events a second")
         sent = max(sent, due)
         producer.poll(0)
-        time.sleep(0.01)
+        if rate:
+            time.sleep(0.01)
+        while len(producer) > 500_000:
+            producer.poll(0.1)
     producer.flush(60)
 
 
@@ -233,8 +235,9 @@ class Load:
         import numpy as np
 
         notes = self._run(int(rate * seconds), rate)
-        latencies = Latencies()
+        latencies, steps = Latencies(), Latencies()
         latencies.counts = np.sum([note["latencies"] for note in notes], axis=0)
+        steps.counts = np.sum([note["steps"] for note in notes], axis=0)
         events = sum(note["events"] for note in notes)
         took = max(note["ended"] for note in notes) - min(note["begun"] for note in notes)
         paths = [self.folder / f"worker-{w}/out.parquet" for w in range(self.options.workers)]
@@ -242,6 +245,9 @@ class Load:
             "events_per_s": events / took,
             "p50_ms": latencies.percentile(0.5),
             "p99_ms": latencies.percentile(0.99),
+            "step_p50_ms": steps.percentile(0.5),
+            "step_p99_ms": steps.percentile(0.99),
+            "batches": int(steps.counts.sum()),
             "rss_growth": sum(n["memory"][-1] for n in notes) / sum(n["memory"][len(n["memory"]) // 4] for n in notes),
             "rss_mib": sum(n["memory"][-1] for n in notes) / 2**20,
             "streams": sum(note["streams"] for note in notes),
@@ -274,10 +280,10 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
     store = CheckpointStore(folder / "checkpoint.db")
     output = ParquetSink(folder / "out.parquet")
     alarms, dead = FileSink(folder / "alarms.ndjson"), FileSink(folder / "dead.ndjson")
-    stop, this, latencies = Stop(), psutil.Process(), Latencies()
+    stop, this, latencies, steps = Stop(), psutil.Process(), Latencies(), Latencies()
     times: list[tuple[float, int]] = []
     memory: list[int] = []
-    lags, told = [0], [0.0]
+    lags, told, listened = [0], [0.0], list[bool]()
     progress = store.progress()
     before = progress.counters["received"] if progress else 0
 
@@ -286,6 +292,7 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
         taken = step.counters["received"] - before
         times.append((now, taken))
         latencies.add(step.latencies_ms)
+        steps.add(step.steps_ms)
         lags[0] = max(lags[0], step.lag or 0)
         if now - told[0] > 1.0:
             told[0] = now
@@ -295,8 +302,13 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
         if taken >= events:
             stop.set()
 
+    def listening(_: Any) -> None:
+        """Called between batches, the first time when the worker is about to read."""
+        if not listened:
+            listened.append(True)
+            (folder / "ready").touch()
+
     fitted = TitansForecaster.load(model)
-    (folder / "ready").touch()
     limit = max(16_384, options.streams)
     summary = work(
         stream_model(fitted, "load/1"),
@@ -308,6 +320,7 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
         dead,
         stop=stop,
         report=note,
+        answer=listening,
         max_resident=limit,
     )
     for thing in (source, store, output, alarms, dead):
@@ -320,6 +333,7 @@ def serve(address: str, partitions: list[int], model: Path, folder: Path, events
         "events_after_start": times[-1][1] - times[start][1],
         "seconds_after_start": times[-1][0] - times[start][0],
         "latencies": latencies.counts.tolist(),
+        "steps": steps.counts.tolist(),
         "memory": memory,
         "largest_lag": lags[0],
         "streams": summary.streams,

@@ -289,7 +289,6 @@ class LiveRun:
         self._away = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="tracking", daemon=True)
-        self._due = 0.0
 
     def __enter__(self) -> LiveRun:
         self._thread.start()
@@ -305,14 +304,6 @@ class LiveRun:
     @property
     def waiting(self) -> int:
         return len(self._waiting)
-
-    def due(self) -> bool:
-        """A summary is wanted now: callers make one every `every` seconds, not for every batch."""
-        now = time.monotonic()
-        if now < self._due:
-            return False
-        self._due = now + self._every
-        return True
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         now = int(time.time() * 1000)
@@ -487,21 +478,53 @@ def register_classifier(
     with warnings.catch_warnings():  # MLflow warns that whole numbers cannot be missing: a length never is
         warnings.simplefilter("ignore", UserWarning)
         signature = mlflow.models.infer_signature(inputs, output_example.to_pandas())
+    tags = {"classes": ",".join(config["classes"])}
+    return _register_sequences(run, "classifier", weights, config, signature, inputs, name=name, alias=alias, card=card, metrics=metrics, tags=tags)
+
+
+def register_language_model(
+    run: Run,
+    weights: str | Path,
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    alias: str | None,
+    card: str,
+    input_example: pl.DataFrame,
+    output_example: pl.DataFrame,
+    params: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> int:
+    """As `register_classifier`, of a language model: a column `prompt`, and the parameters of the completion with what holds without them."""
+    inputs = input_example.to_pandas()
+    with warnings.catch_warnings():  # the same of a count of tokens
+        warnings.simplefilter("ignore", UserWarning)
+        signature = mlflow.models.infer_signature(inputs, output_example.to_pandas(), params=dict(params))
+    return _register_sequences(
+        run, "language_model", weights, config, signature, (inputs, dict(params)), name=name, alias=alias, card=card, metrics=metrics, tags={}
+    )
+
+
+def _register_sequences(
+    run: Run, kind: str, weights: str | Path, config: Mapping[str, Any], signature: Any, example: Any, *,
+    name: str, alias: str | None, card: str, metrics: Mapping[str, float], tags: Mapping[str, str],
+) -> int:  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         paths = {"config": Path(folder) / "config.json", "card": Path(folder) / "model_card.md"}
-        paths["config"].write_text(json.dumps({"kind": "classifier", **config}, indent=2, sort_keys=True) + "\n")
+        paths["config"].write_text(json.dumps({"kind": kind, **config}, indent=2, sort_keys=True) + "\n")
         paths["card"].write_text(card)
         info = mlflow.pyfunc.log_model(
-            name="classifier",
-            python_model=str(project_file("models/classifier.py")),
+            name=kind,
+            python_model=str(project_file(f"models/{kind}.py")),
             artifacts={"weights": str(weights), **{key: str(path) for key, path in paths.items()}},
             signature=signature,
-            input_example=inputs,
+            input_example=example,
             pip_requirements=[_requirement()],
         )
-    mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
+    if metrics:
+        mlflow.log_metrics(dict(metrics), run_id=run.id, model_id=info.model_id)
     client = run.store.client
-    version = mlflow.register_model(f"models:/{info.model_id}", name, tags={"classes": ",".join(config["classes"])})
+    version = mlflow.register_model(f"models:/{info.model_id}", name, tags=dict(tags))
     client.update_model_version(name, version.version, description=card[:_DESCRIPTION_CHARACTERS])
     if alias is not None:
         client.set_registered_model_alias(name, alias, version.version)

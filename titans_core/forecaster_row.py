@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.native import rows, streams
 from titans_core.forecaster import QUIETEST, Forecaster, ForecasterState
@@ -41,8 +41,8 @@ class ForecasterRow:
         self._reads = [season.reads(forecaster.config.horizon) for season in seasons]
         self._weights = [forecaster.line, forecaster.feature_mean, forecaster.feature_scale, forecaster.offsets]
         if forecaster.net is not None:
-            first, _, _, last = forecaster.net
-            self._weights += [first.weight.detach().T.contiguous(), first.bias.detach(), last.weight.detach().T.contiguous(), last.bias.detach()]
+            for layer in (part for part in forecaster.net if isinstance(part, nn.Linear)):
+                self._weights += [layer.weight.detach().T.contiguous(), layer.bias.detach()]
 
     def __call__(
         self, state: ForecasterState, slots: Tensor, y: Tensor, observed: Tensor, which: Tensor, now: Tensor, ahead: Tensor
@@ -53,9 +53,11 @@ class ForecasterRow:
         f, c = self.forecaster, self.forecaster.config
         x, level, unit, rough = self.move(state, slots, y, observed, which, now, ahead)
         spread = rough**c.spread
-        # (Q, n, H): a quantile is one piece of memory.
-        around = f.centre_of(x) + spread.view(1, -1, 1) * f.offsets.T.unsqueeze(1)
-        quantiles = level.view(1, -1, 1) + unit.view(1, -1, 1) * around
+        # (Q, n, H): a quantile is one piece of memory. Megabytes for a batch of live streams, so each sum is taken in place.
+        around = spread.view(1, -1, 1) * f.offsets.T.unsqueeze(1)
+        around += f.centre_of(x)
+        quantiles = unit.view(1, -1, 1) * around
+        quantiles += level.view(1, -1, 1)
         unknown = state.count[slots] == 0
         if unknown.any():
             quantiles[:, unknown] = math.nan

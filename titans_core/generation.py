@@ -240,6 +240,16 @@ class Writing:
         if text := writer.finish():
             yield text
 
+    @property
+    def reason(self) -> str:
+        """Why it ended, or would end if nothing more came: `end`, `stop` or `limit`."""
+        return self._writer.reason
+
+    @property
+    def count(self) -> int:
+        """Tokens written so far."""
+        return len(self._writer.ids)
+
     def conversation(self) -> Conversation:
         """What has been read and written so far: a value, which going on does not change. It holds the tokens that spelt a stop string, and
         never the <end>, so that it can go on."""

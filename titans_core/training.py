@@ -22,6 +22,7 @@ from titans_core.forecaster import ROWS_AT_ONCE, Forecaster, ForecasterConfig, F
 from titans_core.patches import PatchMemory, PatchRows, fit_patches
 from titans_core.state import map_state, select
 
+CELLS_AT_ONCE = 1 << 18  # series x rows written at once: some 5 KB each while they are
 ORIGINS_AT_ONCE = 512  # origins whose features are made in one batch
 
 
@@ -122,8 +123,9 @@ class _Replayed:
     def __init__(self, model: Forecaster, start: ForecasterState, rows: Rows, y: Tensor, newest: list[Tensor]) -> None:
         self.model, self.start, self.newest = model, start, newest
         T, state, tracks = y.shape[1], start, []
-        for at in range(0, T, ROWS_AT_ONCE):
-            part = slice(at, at + ROWS_AT_ONCE)
+        step = min(ROWS_AT_ONCE, max(64, CELLS_AT_ONCE // len(y)))
+        for at in range(0, T, step):
+            part = slice(at, at + step)
             state, track = model.track(state, y[:, part], rows.observed[:, part], rows.phase[:, :T][:, part])
             tracks.append(track)
         self.after = state

@@ -95,6 +95,25 @@ class Records(Sequence[Record]):
             np.array(offsets, dtype=np.int64),
         )
 
+    @classmethod
+    def join(cls, parts: Sequence[Records]) -> Records:
+        """All of them, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        known = list(dict.fromkeys(name for part in parts for name in part.partitions))
+        place = {name: i for i, name in enumerate(known)}
+        where = [np.array([place[name] for name in part.partitions], dtype=np.int32)[part.partition] for part in parts if len(part)]
+        events = [part.event_id or [None] * len(part) for part in parts] if any(part.event_id is not None for part in parts) else None
+        return cls(
+            [name for part in parts for name in part.unique_id],
+            np.concatenate([part.ds for part in parts]),
+            np.concatenate([part.y for part in parts]),
+            None if events is None else [event for part in events for event in part],
+            known,
+            np.concatenate(where) if where else np.empty(0, dtype=np.int32),
+            np.concatenate([part.offset for part in parts]),
+        )
+
     def at(self, mask: np.ndarray) -> Records:
         """Those where `mask` (n,) bool is true."""
         if mask.all():

@@ -17,10 +17,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import numpy as np
 import polars as pl
 
 from connectors.errors import UserError
-from connectors.streams.base import MAX_RECORD_BYTES, TIME_FORMAT, Batch, Decoder, Positions, Record, long_rows, to_ndjson
+from connectors.streams.base import MAX_RECORD_BYTES, TIME_FORMAT, Batch, DeadLetter, Decoder, Positions, Record, Records, long_rows, to_ndjson
 from connectors.tables import sync_folder
 
 READ_BYTES = 1 << 18
@@ -176,28 +177,38 @@ class FileSource:
         return False
 
     def poll(self, max_records: int, timeout: float) -> Batch:
-        batch = Batch([], [])
+        taken: list[Records] = []
+        dead: list[DeadLetter] = []
+        lines: list[tuple[bytes, int]] = []
+        count = 0
         deadline = time.monotonic() + timeout
-        while len(batch) < max_records:
+        while count < max_records:
             line = self._next_line() if self._try_header() else None
-            if line is None:
-                if not self.follow:
-                    self.ended = True
-                    break
-                if self._rotated():
-                    continue
-                if len(batch) or time.monotonic() >= deadline:
-                    break
-                time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
+            if line is not None:
+                if line.strip():
+                    lines.append((line, self.line))
+                    count += 1
                 continue
-            if not line.strip():
+            if not self.follow:
+                self.ended = True
+                break
+            self._decode(lines, taken, dead)  # before a new file with another header comes
+            if self._rotated():
                 continue
-            outcome = self.decoder.decode(line, self.partition, self.line)
-            if isinstance(outcome, Record):
-                batch.records.append(outcome)
-            else:
-                batch.dead.append(outcome)
-        return batch
+            if count or time.monotonic() >= deadline:
+                break
+            time.sleep(min(0.02, max(0.0, deadline - time.monotonic())))
+        self._decode(lines, taken, dead)
+        return Batch(cast(list[Record], Records.join(taken)) if taken else [], dead)
+
+    def _decode(self, lines: list[tuple[bytes, int]], taken: list[Records], dead: list[DeadLetter]) -> None:
+        if lines:
+            numbers = np.array([number for _, number in lines], dtype=np.int64)
+            partition = np.zeros(len(lines), dtype=np.int32)
+            good, bad, _ = self.decoder.decode_all([line for line, _ in lines], [self.partition], partition, numbers)
+            taken.append(good)
+            dead += bad
+            lines.clear()
 
     def positions(self) -> Positions:
         self._refresh_head()

@@ -10,12 +10,14 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
+
+import numpy as np
 
 from connectors.errors import UserError
 from connectors.streams import open_source
 from connectors.streams.address import with_option
-from connectors.streams.base import Batch, Positions, Records, Source
+from connectors.streams.base import Batch, Positions, Record, Records, Source
 
 # More workers than this cannot share a stream; stands in checkpoints, so it never changes.
 PARTS = 64
@@ -52,37 +54,41 @@ class PartSource:
         self.source, self.parts, self.start = source, sorted(parts), dict(start)
         self._mine = frozenset(self.parts)
         self._ahead: dict[int, dict[str, Any]] = {}
+        self._part: dict[str, int] = {}
         self._place = 0
         self.ended = False
         self.seek({})
 
     def poll(self, max_records: int, timeout: float) -> Batch:
+        taken: list[Records] = []
         batch = Batch([], [])
-        deadline = time.monotonic() + timeout
-        while len(batch) < max_records:
+        deadline, count = time.monotonic() + timeout, 0
+        while count < max_records:
             # Line by line as long as a partition is ahead: the place at which it takes part again must not fall within a poll.
-            found = self.source.poll(1 if self._ahead else max_records - len(batch), 0.0 if len(batch) else max(0.0, deadline - time.monotonic()))
+            found = self.source.poll(1 if self._ahead else max_records - count, 0.0 if count else max(0.0, deadline - time.monotonic()))
             if not len(found):
                 break
             self._place = place_of(self.source, self._place + len(found))
-            wanted = self._mine - set(self._ahead) if self._ahead else self._mine
-            self._keep(found, wanted, batch)
+            records = Records.of(found.records)
+            mine = np.fromiter((self._wants(name) for name in records.unique_id), dtype=bool, count=len(records))
+            taken.append(records.at(mine))
+            batch.sent += [found.sent[i] for i in np.flatnonzero(mine).tolist()] if found.sent else []
+            batch.dead += found.dead if 0 in self._mine and 0 not in self._ahead else []
+            count = sum(map(len, taken)) + len(batch.dead)
             if self._ahead:
                 self._ahead = {part: stands for part, stands in self._ahead.items() if stands["place"] > self._place}
-            if not len(batch) and time.monotonic() >= deadline + PASS_SECONDS:
+            if not count and time.monotonic() >= deadline + PASS_SECONDS:
                 break
         self.ended = self.source.ended
+        if taken:
+            batch.records = cast(list[Record], Records.join(taken))
         return batch
 
-    @staticmethod
-    def _keep(found: Batch, wanted: frozenset[int], batch: Batch) -> None:
-        records = found.records
-        names = records.unique_id if isinstance(records, Records) else [record.unique_id for record in records]
-        mine = [i for i, name in enumerate(names) if part_of(name) in wanted]
-        batch.records += [records[i] for i in mine]
-        batch.sent += [found.sent[i] for i in mine] if found.sent else []
-        if 0 in wanted:
-            batch.dead += found.dead
+    def _wants(self, name: str) -> bool:
+        part = self._part.get(name)
+        if part is None:
+            part = self._part[name] = part_of(name)
+        return part in self._mine and part not in self._ahead
 
     def positions(self) -> Positions:
         now = {"place": self._place, "at": self.source.positions()}

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from connectors.errors import UserError
 from pipelines.forecasting.baselines import ETS_ROWS, Ets, LastValue, Ridge, RidgeCarried, SeasonalNaive
 from pipelines.forecasting.calendar import natural_cycles
+from pipelines.forecasting.estimator import MAX_SERIES
 from pipelines.windows import Panel, continue_grid, position
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ MODEL = "tethys"
 """What the leaderboard calls the model that is tested; the others are the baselines."""
 CELLS_AT_ONCE = 1 << 19
 """Series x origins x steps of a block. A cell is some 30 numbers while it is worked on (windows, quantiles, rows): 130 MB."""
+ROWS_AT_ONCE = 1 << 17
+"""Series x rows of a block. A row is some 5 KB while the memories replay it: 650 MB."""
 
 ETS_BUDGET = 20_000
 """Rows that ETS models are chosen on, over all series: some ten seconds. Where that is not all series, it is a random sample of them."""
@@ -214,7 +217,7 @@ def central_intervals(levels: Sequence[float]) -> tuple[tuple[int, int, float], 
 class Backtest:
     """The contest of a fitted model and the baselines at row counts `origins` of a table's common grid.
 
-    The baselines are fitted on the first `known` rows. `rows()` makes the forecasts, and fills `scores` while it is read.
+    The baselines are fitted on the first `known` rows, the lines on as many series as a training looks at. `rows()` makes the forecasts, and fills `scores` while it is read.
     ets: series that ETS is fitted to, drawn at random; 0 leaves it out, None takes as many as ETS_BUDGET allows.
     grid (T,): the stamps that all series share. y, observed (S, T): the series on it.
     """
@@ -231,14 +234,15 @@ class Backtest:
             self._deviation = np.sqrt(np.nansum((past - self._mean[:, None]) ** 2, axis=1) / counts)
         self._deviation = np.where(self._deviation > 0, self._deviation, 1.0)
         most = max(1, ETS_BUDGET // min(known, ETS_ROWS)) if ets is None else ets
+        drawn = np.random.default_rng(0).permutation(len(table))
         self._ets = np.zeros(len(table), dtype=bool)
-        self._ets[np.random.default_rng(0).permutation(len(table))[:most]] = True
-        self._baselines = self._fitted()
+        self._ets[drawn[:most]] = True
+        self._baselines = self._fitted(np.sort(drawn[:MAX_SERIES]))
         self.scores = Scores((MODEL, *self._baselines), self.levels, len(origins), model.horizon)
 
     def rows(self, tell: Callable[[int, int], None] = lambda done, of: None) -> Iterator[pl.DataFrame]:
         """All forecasts, a frame for each block of series (see `tidy`); tell(series done, of how many)."""
-        size = max(1, CELLS_AT_ONCE // (len(self.origins) * self.model.horizon))
+        size = max(1, min(CELLS_AT_ONCE // (len(self.origins) * self.model.horizon), ROWS_AT_ONCE // len(self.grid)))
         for first in range(0, len(self.table), size):
             yield self._block(slice(first, min(first + size, len(self.table))))
             tell(min(first + size, len(self.table)), len(self.table))
@@ -284,7 +288,8 @@ class Backtest:
         index = pl.Series(rows.reshape(-1), dtype=pl.Int64).replace(-1, None)
         return table.covariates[first:last].select(pl.all().gather(index))
 
-    def _fitted(self) -> dict[str, Any]:
+    def _fitted(self, which: NDArray[np.int64]) -> dict[str, Any]:
+        """The baselines, the lines of them fitted on the series `which`."""
         horizon, look_back = self.model.horizon, self.model.look_back
         cycles = natural_cycles(self.table.frequency)
         rates = {0: (0.1, 0.02), 1: (0.2,)}
@@ -296,7 +301,7 @@ class Backtest:
         offered["ridge_carried"] = RidgeCarried(horizon, look_back, profiles=profiles)
         if self._ets.any():
             offered["ets"] = Ets(horizon, season(self.table.frequency), self.known)
-        scaled = (self.y[:, : self.known] - self._mean[:, None]) / self._deviation[:, None]
+        scaled = (self.y[which, : self.known] - self._mean[which, None]) / self._deviation[which, None]
         fitted = {}
         for name, baseline in offered.items():
             try:

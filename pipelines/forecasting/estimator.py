@@ -506,7 +506,7 @@ class TitansForecaster(BaseEstimator):
 
     def _forecast(
         self,
-        state: ForecasterState | LearnerState,
+        state: Any,
         ids: tuple[str, ...],
         last_ds: NDArray[Any],
         static: NDArray[np.float32],

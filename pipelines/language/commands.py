@@ -57,6 +57,8 @@ def train(
     executor: Annotated[str, typer.Option(help="Where texts are tokenised: local, or ray (a task a file).")] = "local",
     save_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 100,
     tracking_uri: Annotated[str | None, typer.Option(envvar="MLFLOW_TRACKING_URI", help="MLflow store that the run is logged to.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="Register the model under this name.")] = None,
+    alias: Annotated[str | None, typer.Option(help="Alias that moves to the registered version, for instance champion.")] = None,
     seed: Seed = 0,
     as_json: Json = False,
 ) -> None:
@@ -72,7 +74,7 @@ def train(
             steps=steps, rows=rows, context=context, stretch=stretch, accumulate=accumulate, rate=rate, schedule=schedule,  # type: ignore[arg-type]
             precision=precision, seed=seed, save_every=save_every,  # type: ignore[arg-type]
         ),
-        workers=workers, executor=executor, tracking_uri=tracking_uri,
+        workers=workers, executor=executor, tracking_uri=tracking_uri, model_name=model_name, alias=alias,
     )  # fmt: skip
     if as_json:
         typer.echo(json.dumps(result))

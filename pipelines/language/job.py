@@ -11,8 +11,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import polars as pl
+
 from connectors.errors import UserError
 from pipelines.language import evaluation, training
+from pipelines.language.completion import PARAMETERS, complete, rows, wanted
 from pipelines.language.data import Corpus, documents, open_corpus, pack, text_files
 from pipelines.language.training import Training
 from titans_core import generation
@@ -38,8 +41,20 @@ def told() -> Iterator[None]:
 def train(
     texts: Sequence[str], output: Path, *, valid: Sequence[str], column: str, vocabulary: int, size: str, layers: str, memory: str,
     model: dict[str, int], settings: Training, workers: int, executor: str, tracking_uri: str | None,
+    model_name: str | None = None, alias: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Corpus, training, evaluation on held-out text, and the MLflow run; the corpus is made once and used again by a later start."""
+    """Corpus, training, evaluation on held-out text, and the MLflow run; the corpus is made once and used again by a later start.
+
+    With `model_name` the model is registered as its next version, and `alias` moves to it.
+    """
+    if model_name is not None:
+        if tracking_uri is None:
+            raise UserError("a model is registered in a tracking store: say --tracking-uri, for instance sqlite:///runs/tethys.db")
+        from pipelines import tracking
+
+        tracking.check_names(model_name, alias)
+    elif alias is not None:
+        raise UserError(f"the alias {alias!r} is one of a registered model: say --model-name too")
     if executor not in ("local", "ray"):
         raise UserError(f"executor '{executor}' is none of local, ray")
     with told():
@@ -69,7 +84,7 @@ def train(
                 progress=lambda done, of: tell(done / of, "valid"),
             )  # fmt: skip
             scored = {"bits_per_byte": found.bits_per_byte, "perplexity": found.perplexity}
-    link = None
+    link = version = None
     if tracking_uri is not None:
         from pipelines import tracking
 
@@ -81,10 +96,37 @@ def train(
                 run.log_metrics({f"valid_{name}": number for name, number in scored.items()}, len(losses))
             run.log_file(output / "model.safetensors")
             link = run.link
+            if model_name is not None:
+                version = _register(run, trained, output / "model.safetensors", model_name, alias, params, scored)
     return {
         "model": os.fspath(output / "model.safetensors"), "parameters": trained.parameters_count, "steps": len(losses),
         "loss": losses[-1], "tokens": len(losses) * settings.rows * settings.context, "valid": scored, "tracking": link,
+        "version": version,
     }  # fmt: skip
+
+
+def _register(
+    run: Any, trained: LanguageModel, weights: Path, name: str, alias: str | None, about: dict[str, Any], scored: dict[str, float] | None
+) -> str:
+    """The next version of a model in the registry, as NAME/NUMBER."""
+    from pipelines import tracking
+
+    _, tokenizer = load(weights)
+    prompts = pl.DataFrame({"prompt": ["The"]})
+    example = pl.DataFrame(list(rows(complete(trained, tokenizer, ["The"], wanted({"max_tokens": 8})))))
+    facts = "\n".join(f"- {key}: {value}" for key, value in {"parameters": trained.parameters_count, **about}.items())
+    held_out = "not measured" if scored is None else f"{scored['bits_per_byte']:.4g} bits per byte, perplexity {scored['perplexity']:.4g}"
+    card = (
+        f"# {name}\n\nA language model with Titans memories: what it reads in a call is learnt for that call, and forgotten after it.\n\n"
+        f"## Model and training\n{facts}\n\n## Accuracy\nOn held-out text: {held_out}. `tethys lm evaluate` sets the memory's modes side by side.\n\n"
+        "## Intended use\nContinues text like that it was trained on. It knows nothing else, follows no instructions, and what it says may be "
+        "untrue or offensive.\n"
+    )
+    number = tracking.register_language_model(
+        run, weights, {"parameters": trained.parameters_count, "vocabulary": trained.config.vocabulary}, name=name, alias=alias, card=card,
+        input_example=prompts, output_example=example, params=PARAMETERS, metrics=scored or {},
+    )  # fmt: skip
+    return f"{name}/{number}"
 
 
 def _corpus(texts: Sequence[str], folder: Path, *, column: str, vocabulary: int, executor: str) -> Corpus:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,9 +26,11 @@ from starlette.exceptions import HTTPException
 
 from connectors.errors import UserError
 from connectors.streams.base import LARGEST_VALUE, Record, parse_time
+from pipelines.language import completion
 from pipelines.serving.guard import Guard
 from pipelines.serving.history import HistoryRow
 from pipelines.serving.live import Busy, Committed, Forecast, Stopped, Unfit, Unknown
+from pipelines.serving.sequences import Completer, SequenceClassifier
 from pipelines.serving.service import Service, Settings
 from pipelines.streaming.worker import BATCH_ROWS
 
@@ -65,9 +69,9 @@ class Event(_Body):
 
     unique_id: Name
     ds: Annotated[
-        str | int | float,
-        Field(description="ISO 8601 (UTC where no offset stands), or seconds, milliseconds or microseconds since 1970; a whole number where "
-              "the model counts steps.", examples=["2026-01-31T13:00:00Z"]),
+        str | int,
+        Field(description="ISO 8601 text (UTC where no offset stands); a whole number where the model counts steps.",
+              examples=["2026-01-31T13:00:00Z"]),
     ]  # fmt: skip
     y: Annotated[float | None, Field(description="The value; null: known to be missing.", examples=[61.5])] = None
     event_id: Annotated[str | None, Field(max_length=NAME_CHARACTERS, description="Makes repeats recognisable.")] = None
@@ -132,6 +136,26 @@ class Score(BaseModel):
 
 class Predictions(BaseModel):
     predictions: list[dict[str, Any]]
+
+
+class Completion(_Body):
+    prompt: Annotated[str, Field(min_length=1, max_length=completion.PROMPT_CHARACTERS)]
+    max_tokens: Annotated[int, Field(ge=1, le=completion.MOST_TOKENS)] = 128
+    temperature: Annotated[float, Field(description="0: the most likely token each time.")] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: Annotated[int, Field(ge=-(2**53), le=2**53, description="The same request with the same seed has the same answer.")] = 0
+    stop: Annotated[list[str], Field(max_length=completion.STOPS, description="The text ends before the first of them.")] = []
+    stream: Annotated[bool, Field(description="Answer with server-sent events: `text` pieces, then `done`.")] = False
+    model_config = ConfigDict(json_schema_extra={"examples": [{"prompt": "Once upon a time", "max_tokens": 32, "temperature": 0.8}]})
+
+
+class Completed(BaseModel):
+    text: str
+    tokens: int
+    reason: Literal["end", "stop", "limit", "time"]
 
 
 class Sequences(_Body):
@@ -231,9 +255,8 @@ class Dials:
             if committed.counters[verdict]:
                 self._events.labels(verdict).inc(committed.counters[verdict])
         self._alarms.inc(committed.counters["alarms"])
-        known = [row.surprise for row in committed.rows if row.surprise is not None]
-        if known:
-            self._surprise.set(sum(known) / len(known))
+        if committed.surprise == committed.surprise:
+            self._surprise.set(committed.surprise)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         self._answers.labels(route, str(status)).inc()
@@ -287,11 +310,11 @@ def create(settings: Settings) -> tuple[FastAPI, Service]:
 
     service = Service(settings, committed)
     counts = service.policy.frequency.counts
-    classifier = None
+    classifier = completer = None
     if settings.classifier is not None:
-        from pipelines.genomics.estimator import TitansSequenceClassifier
-
-        classifier = TitansSequenceClassifier.load(settings.classifier)
+        classifier = SequenceClassifier(settings.classifier, settings.tracking_uri)
+    if settings.language_model is not None:
+        completer = Completer(settings.language_model, settings.tracking_uri)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -301,6 +324,8 @@ def create(settings: Settings) -> tuple[FastAPI, Service]:
         app.state.ready = True
         yield
         app.state.ready = False
+        if completer is not None:
+            completer.stop()
         await loop.run_in_executor(None, service.stop)
 
     app = FastAPI(
@@ -326,12 +351,14 @@ def create(settings: Settings) -> tuple[FastAPI, Service]:
                 if not isinstance(event.ds, int) or abs(event.ds) >= 2**53:
                     raise ValueError("the model counts steps: send a whole number")
                 return event.ds
+            if not isinstance(event.ds, str):  # 1970 and a few seconds is never what is meant
+                raise ValueError(f"{event.ds} is no date: send ISO 8601 text, as 2026-01-31T13:00:00Z or 2026-01-31T14:00:00+01:00 (no offset: UTC)")
             ds = parse_time(event.ds)
             if not EARLIEST <= ds <= LATEST:
                 raise ValueError("beyond the years 1900 to 2200")
             return ds
         except (ValueError, OverflowError) as error:
-            raise UserError(f"events.{place}.ds: {str(error)[:100]}") from None
+            raise UserError(f"events.{place}.ds: {str(error)[:150]}") from None
 
     def shown(one: Forecast) -> dict[str, Any]:
         return {
@@ -488,16 +515,34 @@ def create(settings: Settings) -> tuple[FastAPI, Service]:
     app.post("/invocations", operation_id="invocations", **documented)(score)
 
     if classifier is not None:
-        model = classifier
+        labels = classifier
 
-        @app.post("/v1/classify", responses=FAILURES, openapi_extra=_document(Sequences), tags=["stateless"])
+        @app.post("/v1/classify", responses={200: {"model": Predictions}, **FAILURES}, openapi_extra=_document(Sequences), tags=["stateless"])
         async def classify(request: Request) -> Response:
-            """Probabilities of each class for DNA sequences."""
+            """Prediction and probability of each class for DNA sequences. As `mlflow models serve` answers."""
             asked = _parse(Sequences, await request.body())
-            found = await off_loop(lambda: model.predict_proba(asked.sequences))
-            names = [str(name) for name in model.classes_]
-            rows = [{"class": names[int(np.argmax(p))], "probabilities": dict(zip(names, p.tolist(), strict=True))} for p in found]
-            return _json({"predictions": rows})
+            return _json({"predictions": await off_loop(lambda: labels.classify(asked.sequences))})
+
+    if completer is not None:
+        writer = completer
+
+        @app.post("/v1/complete", responses={200: {"model": Completed}, **FAILURES}, openapi_extra=_document(Completion), tags=["stateless"])
+        async def complete(request: Request) -> Response:
+            """Continue a text. What is read is learnt for this answer, and forgotten after it."""
+            asked = _parse(Completion, await request.body())
+            given = asked.model_dump(exclude={"prompt", "stop", "stream"})
+            pieces = writer.complete(asked.prompt, completion.wanted(given, asked.stop))
+            await anext(pieces)  # refusals come before the answer begins
+            if not asked.stream:
+                found = [piece async for piece in pieces]
+                return _json({"text": "".join(piece["text"] for piece in found[:-1]), **found[-1]})
+
+            async def events() -> AsyncIterator[bytes]:
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        yield b"event: %s\ndata: %s\n\n" % (b"text" if "text" in piece else b"done", orjson.dumps(piece))
+
+            return StreamingResponse(events(), media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     # The service itself.
 
@@ -572,7 +617,7 @@ def _complete_document(app: FastAPI) -> None:
         if app.openapi_schema is None:
             document = plain()
             parts = document.setdefault("components", {}).setdefault("schemas", {})
-            for model in (Events, Score, Sequences):
+            for model in (Events, Score, Sequences, Completion):
                 schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 parts.update(schema.pop("$defs", {}))
                 parts[model.__name__] = schema
@@ -590,6 +635,12 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: FastAPI):
         super().__init__(config)
         self._draining = app
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # What was imported stays: looking through it again would hold every request up for tenths of a second.
+        gc.collect()
+        gc.freeze()
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self._draining.state.ready = False

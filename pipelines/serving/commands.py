@@ -24,7 +24,11 @@ def serve(
         typer.Option(help="File of lines `read TOKEN` or `write TOKEN`; also TETHYS_READ_TOKENS and TETHYS_WRITE_TOKENS."),
     ] = None,
     shadow: Annotated[str | None, typer.Option(help="Alias of a version that runs beside the live one, for instance challenger.")] = None,
-    classifier: Annotated[Path | None, typer.Option(help="Weights of a sequence classifier, served at /v1/classify.")] = None,
+    covariates: Annotated[
+        str | None, typer.Option(help="Table of the streams' covariates, a row a stream and step, past and to come; read again when it changes.")
+    ] = None,
+    classifier: Annotated[str | None, typer.Option(help="Sequence classifier at /v1/classify: models:/NAME@ALIAS, or a file of weights.")] = None,
+    language_model: Annotated[str | None, typer.Option(help="Language model at /v1/complete: models:/NAME@ALIAS, or a file of weights.")] = None,
     grace: Annotated[str, typer.Option(help="How far an event may come behind the newest of its stream: 30s, 5m, 1h.")] = "0s",
     conflict: Annotated[
         str, typer.Option(help="Another value for a known time: reject it, or let the last one win while it waits.")
@@ -43,6 +47,7 @@ def serve(
     torch.set_num_threads(1)
     settings = Settings(
         model=model_name, version=version, tracking_uri=tracking_uri, state=state, host=host, port=port, tokens=Tokens.load(tokens),
-        shadow=shadow, classifier=classifier, grace=grace, conflict=conflict, keep=keep, watch_seconds=watch_seconds,
+        shadow=shadow, covariates=covariates, classifier=classifier, language_model=language_model,
+        grace=grace, conflict=conflict, keep=keep, watch_seconds=watch_seconds,
     )  # fmt: skip
     app.run(settings, announce=lambda line: typer.echo(line))

@@ -8,6 +8,7 @@ constant time, and never logged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import os
@@ -33,10 +34,11 @@ Right = Literal["read", "write"]
 # The page itself holds no data; health is for whatever starts and stops the service.
 OPEN = ("/", "/healthz", "/readyz", "/openapi.json")
 # They are sent by POST and change nothing.
-READING = ("/v1/score", "/v1/classify", "/invocations")
+READING = ("/v1/score", "/v1/classify", "/v1/complete", "/invocations")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHORTEST_TOKEN = 16
 CLIENTS_KEPT = 10_000
+SWALLOW_BYTES, SWALLOW_SECONDS = 16 << 20, 1.0
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,7 @@ class Guard:
         too_large = Refusal(413, f"the body has more than {most} bytes: send less at a time", connection="close")
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > most:
+            await _swallow(receive)
             raise too_large
         parts, size = [], 0
         try:
@@ -201,11 +204,24 @@ class Guard:
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     if size > most:
+                        await _swallow(receive)
                         raise too_large
                     if not message.get("more_body"):
                         return b"".join(parts)
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive in {self._limits.body_seconds:g} s", connection="close") from None
+
+
+async def _swallow(receive: Receive) -> None:
+    """Some more of a body that is too large: a client that is cut off while it still sends never reads why."""
+    size = 0
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(SWALLOW_SECONDS):
+            while size < SWALLOW_BYTES:
+                message = await receive()
+                size += len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -18,20 +18,21 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import polars as pl
 import torch
+from torch import Tensor
 
 from connectors.checkpoints import CheckpointStore
 from connectors.errors import UserError
 from connectors.streams.base import Record
 from pipelines.serving.history import PARTITION, History, HistoryRow
 from pipelines.streaming.engine import Engine, Outcome, StreamModel, StreamState
-from pipelines.streaming.event_time import Clock, EventTime
+from pipelines.streaming.event_time import VERDICTS, Clock, EventTime
 from pipelines.streaming.journal import Arrivals, pack_arrivals, pack_rows
 from pipelines.streaming.slots import open_snapshot
 from pipelines.streaming.worker import BATCH_ROWS, SNAPSHOT_SHARE
@@ -106,6 +107,14 @@ class Committed:
     counters: Counter[str]
     seconds: float
     """From taking the batch to its commit."""
+    latencies_ms: np.ndarray
+    """Of each event: handed in -> durable."""
+
+    @property
+    def surprise(self) -> float:
+        """Mean of the batch; NaN where nothing was judged."""
+        known = [row.surprise for row in self.rows if row.surprise is not None and row.surprise == row.surprise]
+        return sum(known) / len(known) if known else math.nan
 
 
 @dataclass
@@ -113,6 +122,7 @@ class _Push:
     records: Sequence[Record]
     wanted: bool
     future: Future[Pushed]
+    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -338,14 +348,16 @@ class Live:
         at = 0
         for push in pushes:
             n = len(push.records)
-            verdicts = outcome.verdicts[at : at + n]
+            verdicts = [VERDICTS[code] for code in outcome.verdicts[at : at + n].tolist()]
             at += n
             named = dict.fromkeys(record.unique_id for record in push.records) if push.wanted else ()
             _tell(push.future, Pushed(verdicts, [forecasts[name] for name in named if name in forecasts]))
         for order, value, error in done:
             _tell(order.future, value, error)
         self._in_hand = [] if following is None else list(following[1])
-        self._listen(Committed(rows, outcome.counters, time.monotonic() - began))
+        now = time.monotonic()
+        waited = np.repeat([1e3 * (now - push.since) for push in pushes], [len(push.records) for push in pushes])
+        self._listen(Committed(rows, outcome.counters, now - began, waited))
         return following
 
     def _publish(self, arrivals: Arrivals, forecasts: Mapping[str, Forecast], rows: Sequence[HistoryRow]) -> None:
@@ -462,11 +474,17 @@ class Live:
         """A memory that cannot take one step must not come near the others."""
         try:
             at = np.array([clock.last or 0])
-            phase = torch.from_numpy(self.model.phase(at)).unsqueeze(0)
+
+            def known(ds: np.ndarray) -> Tensor:
+                """(1, n) times -> (1, n, F); covariates that are not known are ordinary."""
+                phase = torch.from_numpy(self.model.phase(ds.reshape(-1))).unsqueeze(0)
+                if self.model.beside is None:
+                    return phase
+                return torch.cat([phase, torch.from_numpy(self.model.beside([""], ds)).nan_to_num(0.0)], 2)
+
             value = torch.ones(1, dtype=torch.float64)
-            model = self.model.memory.observe(state.model, value.unsqueeze(1), torch.ones(1, 1, dtype=torch.bool), phase)
-            ahead = self._policy.frequency.after(at, self.model.horizon)
-            forecast = self.model.memory.forecast(model, torch.from_numpy(self.model.phase(ahead.reshape(-1))).unflatten(0, ahead.shape))
+            model = self.model.memory.observe(state.model, value.unsqueeze(1), torch.ones(1, 1, dtype=torch.bool), known(at[None]))
+            forecast = self.model.memory.forecast(model, known(self._policy.frequency.after(at, self.model.horizon)))
             self.engine.monitors.expect(self.engine.monitors.judge(state.monitors, value)[0], forecast)
         except (RuntimeError, IndexError, ValueError, OverflowError) as error:
             raise Unfit(f"the memory cannot take a step ({type(error).__name__}): it is damaged") from None

@@ -106,8 +106,8 @@ class Scorer:
                 which = np.flatnonzero(lengths == length)
                 rows = starts[which][:, None] + np.arange(length)
                 state = self.model.forecaster_.initial_state(len(which))
-                each = torch.arange(len(which))
-                self._in_place.observe(state, *(torch.from_numpy(part[rows]) for part in (values, seen, phase)), each)
+                y, observed, times_of_rows = (torch.from_numpy(part[rows]) for part in (values, seen, phase))
+                self._in_place.observe(state, y, observed, times_of_rows, torch.arange(len(which)))
                 parts.append(state)
                 place.append(which)
             if len(parts) > 1:

@@ -13,6 +13,7 @@ import os
 import shutil
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,7 +29,10 @@ from pipelines.serving.live import Committed, Live
 from pipelines.serving.scoring import Scorer
 from pipelines.serving.shadow import Settings as ShadowSettings
 from pipelines.serving.shadow import Shadow, discard
+from pipelines.streaming.dials import Step
+from pipelines.streaming.engine import StreamModel
 from pipelines.streaming.event_time import EventTime, Frequency, parse_duration
+from pipelines.streaming.figures import Figures
 from pipelines.streaming.worker import stream_model
 
 log = logging.getLogger("tethys.serve")
@@ -51,7 +55,11 @@ class Settings:
     conflict: str = "reject"
     keep: int = KEEP_ROWS
     watch_seconds: float = WATCH_SECONDS
-    classifier: Path | None = None
+    covariates: str | None = None
+    """Table of the covariates of the streams, past and to come, where the model has any; read again when it changes."""
+    classifier: str | None = None
+    language_model: str | None = None
+    """`models:/NAME@ALIAS`, or a file of weights."""
     host: str = "127.0.0.1"
     port: int = 8080
     tokens: Tokens = field(default_factory=lambda: Tokens([], []))
@@ -95,7 +103,7 @@ class Service:
         number = reigns[-1].version if reigns and self._pinned is None else self._look_up(settings.version)
         self.files = self._fetch(number)
         fitted = self.files.load()
-        model = stream_model(fitted, self._name(number))
+        model = self._stream_model(fitted, number)
         self.policy = EventTime(Frequency.parse(model.frequency), grace=parse_duration(settings.grace), conflict=settings.conflict)
         self.scorer = Scorer(fitted, model.version)
         self.live = Live(model, self.policy, self._checkpoint(number), history, listen=self._committed)
@@ -117,6 +125,7 @@ class Service:
         """Held by whoever starts, ends or hands over a shadow."""
         self._promoter = threading.Thread(target=self._watch, name="promoter", daemon=True)
         self._run: Any = None
+        self._figures: Figures | None = None
 
     def start(self) -> None:
         from pipelines import tracking
@@ -125,6 +134,7 @@ class Service:
         params = {"model": self.live.model.version, "state": str(self.folder)}
         self._run = tracking.LiveRun(self.settings.tracking_uri, f"serve {self.settings.model}", params=params)
         self._run.__enter__()
+        self._figures = Figures(self._run.log)
         self._promoter.start()
 
     def stop(self) -> None:
@@ -137,7 +147,8 @@ class Service:
         self.live.stop()
         self.live.history.close()
         self._reader.close()
-        if self._run is not None:
+        if self._run is not None and self._figures is not None:
+            self._figures.__exit__()
             self._run.__exit__(None, None, None)
 
     def read(self, ask: Callable[[History], Any]) -> Any:
@@ -158,6 +169,14 @@ class Service:
 
     def _name(self, number: int) -> str:
         return f"{self.settings.model}/{number}"
+
+    def _stream_model(self, fitted: TitansForecaster, number: int) -> StreamModel:
+        if fitted.encoder_.names and self.settings.covariates is None:
+            raise UserError(
+                f"{self._name(number)} was trained with {', '.join(map(repr, fitted.encoder_.names))}: say --covariates TABLE, a row a stream and "
+                "step, past and to come (events carry none; scoring takes them in its rows)"
+            )
+        return stream_model(fitted, self._name(number), self.settings.covariates)
 
     def _checkpoint(self, number: int) -> Path:
         return self.folder / f"v{number}.db"
@@ -234,7 +253,7 @@ class Service:
             raise UserError(f"version {number} forecasts steps of {files.load().frequency_}, the streams have {self.policy.frequency.text}")
         settings = ShadowSettings(
             self._name(number), str(files.weights), str(files.config), str(self.history_path), str(self._checkpoint(number)),
-            str(self.folder / f"v{number}.tally.json"), self.policy.grace, self.policy.conflict,
+            str(self.folder / f"v{number}.tally.json"), self.policy.grace, self.policy.conflict, self.settings.covariates,
         )  # fmt: skip
         return Shadow(settings, self.folder / "shadow.log")
 
@@ -253,7 +272,7 @@ class Service:
                     if self._stop.wait(0.05) or not shadow.alive:
                         raise UserError(f"version {number} stopped before it had caught up: see {self.folder / 'shadow.log'}")
                 fitted = self._fetch(number).load()
-                model = stream_model(fitted, self._name(number))
+                model = self._stream_model(fitted, number)
                 self.live.hand_over(model, self._checkpoint(number), shadow.end_at, number, why).result(120.0)
             finally:
                 shadow.stop()
@@ -284,11 +303,10 @@ class Service:
 
     def _committed(self, committed: Committed) -> None:
         self._listen(committed)
-        if self._run is not None and self._run.due():
-            counters, rows = self.live.counters, [row for row in committed.rows if row.surprise is not None]
-            figures = {name: float(counters[name]) for name in ("received", "accepted", "late", "duplicate", "alarms")}
-            if rows:
-                figures["surprise"] = sum(row.surprise or 0.0 for row in rows) / len(rows)
-            if counters["judged"]:
-                figures["coverage"] = counters["covered"] / counters["judged"]
-            self._run.log({**figures, "streams": float(len(self.live.known)), "version": float(self.files.number)}, counters["received"])
+        if self._figures is not None:
+            self._figures(
+                Step(
+                    Counter(self.live.counters), len(self.live.known), committed.latencies_ms, committed.surprise, self.live.waiting,
+                    self.live.store.bytes_written,
+                )
+            )  # fmt: skip

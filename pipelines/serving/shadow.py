@@ -46,6 +46,7 @@ class Settings:
     tally: str
     grace: int
     conflict: str
+    covariates: str | None
 
 
 @dataclass
@@ -164,7 +165,7 @@ def run(settings: Settings) -> None:
     """Until a signal comes; then every memory is written and the process ends with status 0."""
     from pipelines.forecasting.job import load_forecaster
 
-    model = stream_model(load_forecaster(settings.weights, settings.config), settings.model)
+    model = stream_model(load_forecaster(settings.weights, settings.config), settings.model, settings.covariates)
     policy = EventTime(Frequency.parse(model.frequency), grace=settings.grace, conflict=settings.conflict)
     source = _Told(settings.history)
     middle = f"q{model.quantiles[len(model.quantiles) // 2]:g}"

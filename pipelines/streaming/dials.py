@@ -41,6 +41,8 @@ class Step:
     lag: int | None
     """Records that wait in the source; None where it cannot tell."""
     checkpoint_bytes: int
+    steps_ms: np.ndarray
+    """Of each batch: clocks, memories, monitors and rows, without source and sinks."""
     lags: dict[str, int] = field(default_factory=dict)
     """Partition, or worker -> records that wait there; empty where one worker reads all."""
     silent: float = 0.0
@@ -135,6 +137,7 @@ class Dials:
         self._streams = prometheus.Gauge("tethys_streams", "Streams resident in memory", registry=registry)
         self._surprise = prometheus.Gauge("tethys_surprise", "Mean surprise of the last batch", registry=registry)
         self._coverage = prometheus.Gauge("tethys_coverage", "Share of values in the interval issued one row before", registry=registry)
+        self._step = prometheus.Histogram("tethys_step_seconds", "One batch through the memories", registry=registry)
         self._latency = prometheus.Histogram(
             "tethys_latency_seconds",
             "From an event to its durable forecasts",
@@ -192,6 +195,8 @@ class Dials:
         self._alarms.inc(new["alarms"])
         self._bytes.set(step.checkpoint_bytes)
         self._streams.set(step.streams)
+        for took in step.steps_ms.tolist():
+            self._step.observe(took / 1e3)
         for latency in step.latencies_ms.tolist():
             self._latency.observe(latency / 1e3)
         if step.lag is not None:

@@ -105,8 +105,8 @@ class Outcome:
     counters: Counter[str]
     mean_surprise: float
     """Over the values of the batch that could be judged; NaN when there are none."""
-    verdicts: list[str]
-    """What became of each record of the batch, in their order."""
+    verdicts: np.ndarray
+    """What became of each record of the batch, in their order: places in `event_time.VERDICTS`."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,7 @@ class Engine:
             alarms=alarms.height,
             forecasts=forecasts.height * self.model.horizon,
         )
-        became = [VERDICTS[code] for code in verdicts.tolist()]
-        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item(), became)
+        return Outcome(forecasts, alarms, dead_letter_frame(dead), rows, counters, surprise.nanmean().item(), verdicts)
 
     def _learn(self, rows: Rows, slots: np.ndarray) -> list[Round]:
         """Rounds of at most one row a stream, in order; each round is one batched step. slots (n,): of each row."""

@@ -69,9 +69,8 @@ def show(checkpoint: str | Path, unique_id: str) -> dict[str, Any]:
 def reset(checkpoint: str | Path, unique_ids: Sequence[str]) -> int:
     """Forget streams: each begins anew with its next event. Returns how many; UserError for a name that is not there."""
     with _opened(checkpoint) as stores:
-        for name in unique_ids:
-            _check(stores, checkpoint, name)
-        for store, _ in stores:
+        holding = [store for name in unique_ids for store, _ in _check(stores, checkpoint, name)]
+        for store in dict.fromkeys(holding):
             store.forget(unique_ids)
     return len(set(unique_ids))
 

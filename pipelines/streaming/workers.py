@@ -565,6 +565,7 @@ class Workers:
             counters=counters,
             streams=sum(step.streams for step in steps),
             latencies_ms=np.concatenate([step.latencies_ms for step in fresh]),
+            steps_ms=np.concatenate([step.steps_ms for step in fresh]),
             surprise=float(np.mean(surprise)) if surprise else float("nan"),
             lag=lag,
             checkpoint_bytes=sum(step.checkpoint_bytes for step in steps),
@@ -648,6 +649,7 @@ class StreamWorker:
         return replace(
             steps[-1],
             latencies_ms=np.concatenate([step.latencies_ms for step in steps]),
+            steps_ms=np.concatenate([step.steps_ms for step in steps]),
             surprise=float(np.mean(known)) if known else float("nan"),
         )
 

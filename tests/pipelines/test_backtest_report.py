@@ -78,6 +78,10 @@ def test_blocks_of_series_give_the_figures_of_all_at_once(
     cut = contest(model, frame)
     tables.write(cut.rows(lambda done, of: told.append((done, of))), tmp_path / "cut.parquet")
     assert told == [(2, 7), (4, 7), (6, 7), (7, 7)]
+    with monkeypatch.context() as patch:  # rows count too, however few origins are asked for
+        patch.setattr(rolling, "CELLS_AT_ONCE", 1 << 30)
+        patch.setattr(rolling, "ROWS_AT_ONCE", 3 * len(cut.grid))
+        assert [part["unique_id"].n_unique() for part in contest(model, frame, ets=0).rows()] == [3, 3, 1]
     assert pq.ParquetFile(tmp_path / "cut.parquet").metadata.num_row_groups == 4
     a, b = (pl.read_parquet(tmp_path / f"{name}.parquet") for name in ("whole", "cut"))
     assert a.columns == ["unique_id", "origin", "ds", "step", "y", "mean", "q0.025", "q0.1", "q0.5", "q0.9", "q0.975"] + [

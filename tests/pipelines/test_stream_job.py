@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -12,12 +13,14 @@ import numpy as np
 import polars as pl
 import pytest
 import safetensors.numpy
+from ray import cloudpickle
 
 from connectors.errors import UserError
 from pipelines.forecasting.estimator import TitansForecaster
 from pipelines.forecasting.sample import hourly_load
-from pipelines.streaming import inspect
-from pipelines.streaming.worker import StreamSummary, run
+from pipelines.streaming import inspect, job
+from pipelines.streaming.worker import Stop, StreamSummary, run
+from pipelines.streaming.workers import Workers, work_share
 
 ROOT = Path(__file__).parents[2]
 POINTS: list[tuple[int, dict[str, float]]] = []
@@ -96,6 +99,56 @@ def test_looking_in(registered: Path) -> None:
         inspect.show(checkpoint, "site-0")
     with pytest.raises(UserError, match="no checkpoint"):
         inspect.streams(registered / "nothing.db")
+
+
+def test_a_stream_file(registered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process and two workers of one file: the same rows. The workers run here, from what would travel to their actors."""
+    example = job.read(ROOT / "docs/examples/stream.yaml")
+    assert example.workers == 2 and example.follow and example.columns.unique_id == "sensor"
+    for text, message in (
+        ("source: a.csv\n", "model: Field required"),
+        ("source: a.csv\nmodel: {name: m}\nworkers: 0\n", "workers: Input should be greater"),
+        ("source: a.csv\nmodel: {name: m}\nwokers: 2\n", "wokers: Extra inputs"),
+        ("[]", "holds no settings: see docs/examples/stream.yaml"),
+    ):
+        (registered / "stream.yaml").write_text(text)
+        with pytest.raises(UserError, match=message):
+            job.read(registered / "stream.yaml")
+
+    def in_turn(self: Workers, *, stop: Stop, report, answer) -> StreamSummary:
+        made = (pickle.loads(cloudpickle.dumps((self._job, share, self._make))) for share in self._shares)
+        return self._together([work_share(what, share, make(), past=self._past, stop=stop, report=report) for what, share, make in made], [], 1.0)
+
+    monkeypatch.setattr("pipelines.windows.ray_cluster", lambda _: None)
+    monkeypatch.setattr(Workers, "run", in_turn)
+    monkeypatch.chdir(registered)
+    frame = hourly_load(series=5, days=6)
+    frame.filter(pl.col("ds") < pl.col("ds").min() + pl.duration(days=3)).write_csv("past.csv")
+    frame.filter(pl.col("ds") >= pl.col("ds").min() + pl.duration(days=3)).sort("ds").write_csv("rows.csv")
+    for workers in (1, 2):
+        text = f"source: rows.csv\nmodel: {{name: m}}\nhistory: past.csv\noutput: {workers}/out.csv\ncheckpoint: {workers}/c.db\nworkers: {workers}\n"
+        Path("stream.yaml").write_text(text)
+        summary = job.run(job.read("stream.yaml"))
+        assert summary.counters["accepted"] == 5 * 72 and summary.streams == 5 and summary.workers == (None if workers == 1 else 2)
+    assert summary.output == "2/out.0.csv, 2/out.1.csv" and summary.hint is None
+    one, *two = (pl.read_csv(path) for path in ("1/out.csv", "2/out.0.csv", "2/out.1.csv"))
+    assert all(len(part) for part in two)
+    keys = ["unique_id", "origin", "step"]
+    one, two = one.sort(keys), pl.concat(two).sort(keys)
+    assert one.select(keys).equals(two.select(keys))
+    for name in ("q0.5", "low", "high"):
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-6)
+    listed = [inspect.streams(f"{workers}/c.db") for workers in (1, 2)]
+    assert listed[0].counters == listed[1].counters
+    assert [(row["unique_id"], row["last"]) for row in listed[0].leaderboard] == [(row["unique_id"], row["last"]) for row in listed[1].leaderboard]
+    assert inspect.show("2/c.db", "site-3")["newest"] == inspect.show("1/c.db", "site-3")["newest"]
+    assert inspect.reset("2/c.db", ["site-3", "site-4"]) == 2
+    assert {row["unique_id"] for row in inspect.streams("2/c.db").leaderboard} == {"site-0", "site-1", "site-2"}
+    with pytest.raises(UserError, match="holds no stream 'site-3'; it holds 3: 'site-0'"):
+        inspect.export("2/c.db", "site-3", "s.safetensors")
+    assert inspect.export("2/c.db", "site-0", "s.safetensors").exists()
+    with pytest.raises(UserError, match="--max-events counts the lines of one worker"):
+        run("rows.csv", checkpoint="2/c.db", output="2/out.csv", max_events=3)
 
 
 def test_a_run_that_teaches_nothing_says_why(registered: Path) -> None:

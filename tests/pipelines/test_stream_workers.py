@@ -258,7 +258,7 @@ def test_partitions_that_stand_at_different_places(tmp_path: Path) -> None:
     behind = ",".join(map(str, range(32)))
     assert third.positions()[behind] == both[behind] and third.positions()["63"] == both[",".join(map(str, range(32, 64)))]
     rest = third.poll(1000, 0).records
-    assert sorted(r.offset for r in a + b + rest) == [r.offset for r in whole] and third.poll(10, 0).records == [] and third.ended
+    assert sorted(r.offset for r in [*a, *b, *rest]) == [r.offset for r in whole] and not third.poll(10, 0).records and third.ended
     assert list(third.positions()) == [",".join(map(str, range(64)))]
 
 

@@ -68,6 +68,8 @@ BODIES = {
     "an unknown field": b'{"events": [{"unique_id": "a", "ds": "2024-02-10", "y": 1, "extra": 1}]}',
     "no time": b'{"events": [{"unique_id": "a", "y": 1}]}',
     "not a time": b'{"events": [{"unique_id": "a", "ds": "yesterday", "y": 1}]}',
+    "a count where dates are": b'{"events": [{"unique_id": "a", "ds": 7, "y": 1}]}',
+    "seconds since 1970": b'{"events": [{"unique_id": "a", "ds": 1717200000, "y": 1}]}',
     "year 9999": b'{"events": [{"unique_id": "a", "ds": "9999-12-31T23:59:59Z", "y": 1}]}',
     "time beyond int64": b'{"events": [{"unique_id": "a", "ds": 1e300, "y": 1}]}',
     "a number for a name": b'{"events": [{"unique_id": 7, "ds": "2024-02-10", "y": 1}]}',
@@ -85,6 +87,11 @@ def test_bodies(client: Client, name: str) -> None:
     status, body, headers = client.raw("POST", "/v1/events", BODIES[name], **{"Content-Type": "application/json"})
     assert status == 400 and headers["content-type"] == "application/json"
     assert set(json.loads(body)) == {"error"} and len(body) < 1000 and b"\n" not in body
+
+
+def test_a_number_where_dates_are_is_told_what_a_date_is(client: Client) -> None:
+    status, answer = client.call("POST", "/v1/events", {"events": [{"unique_id": "site-0", "ds": 17, "y": 1.0}]})
+    assert status == 400 and answer["error"].startswith("events.0.ds: 17 is no date: send ISO 8601 text, as 2026-01-31T13:00:00Z")
 
 
 SCORES = {
