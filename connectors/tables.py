@@ -343,7 +343,7 @@ def _hint(text: str, form: CsvForm, error: Exception) -> str:
     if "utf-8" in str(error).lower() or "utf8" in str(error).lower():
         return "; it is not UTF-8: say --encoding latin-1 (csv: {encoding: latin-1} in a job file), or whatever it was written in"
     other = _other_separator(Path(text), form)
-    return f"; its first line is cut by {other!r}: say --separator {other!r}" if other else ""
+    return f"; its first line is cut by {other!r}: say --separator {other!r} (csv: {{separator: {other!r}}} in a job file)" if other else ""
 
 
 def _require_columns(text: str, frame: pl.DataFrame, form: CsvForm) -> None:

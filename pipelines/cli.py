@@ -487,9 +487,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="right" if numbers else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(_cell(row.get(column)) for column in columns))
-    console = Console()
-    # Not a terminal: never cut a column off at some default width.
-    console.print(table, width=None if console.is_terminal else 200, crop=False)
+    # No column is cut off at the width of a terminal, nor at the default one where there is none.
+    Console(width=max(200, Console().width)).print(table, crop=False)
 
 
 def _cell(value: Any) -> str:

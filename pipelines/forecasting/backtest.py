@@ -217,7 +217,8 @@ def central_intervals(levels: Sequence[float]) -> tuple[tuple[int, int, float], 
 class Backtest:
     """The contest of a fitted model and the baselines at row counts `origins` of a table's common grid.
 
-    The baselines are fitted on the first `known` rows, the lines on as many series as a training looks at. `rows()` makes the forecasts, and fills `scores` while it is read.
+    The baselines are fitted on the first `known` rows, the lines on as many series as a training looks at. `rows()` makes the forecasts,
+    and fills `scores` while it is read.
     ets: series that ETS is fitted to, drawn at random; 0 leaves it out, None takes as many as ETS_BUDGET allows.
     grid (T,): the stamps that all series share. y, observed (S, T): the series on it.
     """

@@ -88,7 +88,13 @@ def train(
 
 
 @app.command(epilog="Example: tethys lm evaluate runs/lm/model.safetensors held-out.txt")
-def evaluate(model: Model, texts: Texts, column: Column = "text", context: Context = 512, as_json: Json = False) -> None:
+def evaluate(
+    model: Model,
+    texts: Texts,
+    column: Column = "text",
+    context: Annotated[int, typer.Option(min=32, help="Tokens that a fresh memory reads, and that one call reads; any number.")] = 512,
+    as_json: Json = False,
+) -> None:
     """Bits a byte and perplexity with the memory on, frozen and zeroed, fresh each context and carried; and what the gates do."""
     from pipelines.language import job
 

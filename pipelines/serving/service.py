@@ -307,6 +307,6 @@ class Service:
             self._figures(
                 Step(
                     Counter(self.live.counters), len(self.live.known), committed.latencies_ms, committed.surprise, self.live.waiting,
-                    self.live.store.bytes_written,
+                    self.live.store.bytes_written, committed.latencies_ms[:0],  # the step alone is not timed here
                 )
             )  # fmt: skip

@@ -484,7 +484,9 @@ class Workers:
 
         settings = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "POLARS_MAX_THREADS": "1"}
         # One thread works, one answers the supervisor, one waits for the answer to a question.
-        kind = ray.remote(StreamWorker).options(num_cpus=1, max_concurrency=3, runtime_env={"env_vars": settings})
+        kind = ray.remote(StreamWorker).options(
+            num_cpus=1, max_concurrency=3, scheduling_strategy="SPREAD", runtime_env={"env_vars": settings}
+        )
         worker.actor, worker.answers = kind.remote(self._job, worker.share), False
         worker.run = worker.actor.run.remote(self._model, self._history)
 

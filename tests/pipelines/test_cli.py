@@ -82,3 +82,9 @@ def test_results_are_a_table_for_people_and_one_document_for_programs(capsys):
     assert "\x1b[" not in table
     cli._show(Result(), as_json=True)
     assert json.loads(capsys.readouterr().out)["leaderboard"][0]["mae"] == 0.123456
+
+
+def test_no_column_of_a_table_is_cut_off(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    cli._print_table([{f"a_long_name_of_a_column_{i}": 0.123456 for i in range(6)}])
+    assert "a_long_name_of_a_column_5" in capsys.readouterr().out
