@@ -8,7 +8,9 @@ At each key asked again the model has to name the value; the loss is taken there
 
 Every model is two layers of a gated convolution over 3 tokens and a mixer, width 64, no feed-forward, one head. `attention`, `linear_attention`
 (elu + 1, normalised), `titans_exact` and `delta_64` mix at width 64. `delta`, `omega` and `omega_poly` mix at widths that give
-all three the same state, about 480 floats a layer. AdamW, 3e-3 for attention and 6e-3 for memories (the better of the two), one schedule for all: the rate is held; from when 0.97 of a batch is answered
+all three the same state, about 480 floats a layer. AdamW, 3e-3 for attentions and 6e-3 for
+memories (the better of the two), one schedule for
+all: the rate is held; from when 0.97 of a batch is answered
 (mean of 20 steps) it falls to a tenth over 200 steps, or to zero over the last fifth of --limit processor-seconds. Training ends when
 0.995 of 500 rows apart are answered (asked every 25 steps from 0.97 on), or at the limit.
 
