@@ -189,13 +189,13 @@ def rows_of(data: Dataset, model: Forecaster) -> Rows:
 def trained(data: Dataset, horizon: int, seed: int) -> tuple[Forecaster, Windows]:
     """A forecaster chosen on the validation rows, and the windows of training and validation; it has seen no later row.
 
-    The network stays where it helps on validation; the line alone is solved once more on training and validation rows together.
+    The network stays where it helps on validation; what stays is learnt once more from training and validation rows together.
     """
     import torch
 
     from pipelines.forecasting.calendar import default_seasons
     from titans_core.forecaster import Forecaster, ForecasterConfig
-    from titans_core.training import Training, Windows, fit_line, fit_network, replay
+    from titans_core.training import Training, Windows, fit_line, fit_network, refit_network, replay
 
     known = dataclasses.replace(data, values=data.values[: data.valid])
     frequency = f"{1440 // data.day}m"
@@ -206,15 +206,18 @@ def trained(data: Dataset, horizon: int, seed: int) -> tuple[Forecaster, Windows
     train = torch.arange(LOOK_BACK, data.train - horizon + 1)
     valid = torch.arange(data.train, data.valid - horizon + 1)
     between = torch.arange(data.train - horizon + 1, data.train)
-    groups, _ = replay(model, model.initial_state(len(rows.y)), rows, [train, valid, between])
-    line = fit_line(model, groups[0], groups[1])
-    error = fit_network(model, line, groups[0], groups[1], Training(seed=seed))
-    together = Windows(*(torch.cat([getattr(g, part) for g in groups]) for part in ("x", "y", "level", "unit")))
+    groups, _ = replay(model, model.initial_state(len(rows.y)), rows, [train, between, valid])
+    learnt, _, judged = groups
+    line = fit_line(model, learnt, judged)
+    error = fit_network(model, line, learnt, judged, Training(seed=seed))
     helps = error < 0.99 * line.error
     report.progress(f"{data.name} {horizon}: validation error {line.error:.4f} line, {error:.4f} with the network ({line})")
+    together = Windows(*(torch.cat([getattr(g, part) for g in groups]) for part in ("x", "y", "level", "unit")))
     if not helps:
         model = Forecaster(dataclasses.replace(config, hidden=0))
-        fit_line(model, together, Windows(together.x[:0], together.y[:0], together.level[:0], together.unit[:0]))
+    fit_line(model, together, Windows(together.x[:0], together.y[:0], together.level[:0], together.unit[:0]))
+    if helps:
+        refit_network(model, together, Training(seed=seed))
     return model, together
 
 

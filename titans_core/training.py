@@ -516,6 +516,18 @@ def fit_network(
     return now[best]
 
 
+def refit_network(model: Forecaster, windows: Windows, settings: Training) -> None:
+    """Train a network that validation has kept once more, now on all windows that are known, by the whole schedule.
+
+    The line must have been solved on them before. A network that knows less than its line is a poor partner: with a last fifth of the rows
+    that only the line knew, or neither, errors were 2 to 15 per cent higher (five hourly data sets, horizons 1 and 24).
+    """
+    x, y, weight = _usable(windows)
+    assert model.net is not None
+    _, kept = _descend(model, (x, y, weight), (x[:0], y[:0], weight[:0]), settings, None)
+    model.net.load_state_dict(kept[-1])
+
+
 def _descend(
     model: Forecaster,
     train: tuple[Tensor, Tensor, Tensor],
