@@ -519,8 +519,8 @@ def fit_network(
 def refit_network(model: Forecaster, windows: Windows, settings: Training) -> None:
     """Train a network that validation has kept once more, now on all windows that are known, by the whole schedule.
 
-    The line must have been solved on them before. A network that knows less than its line is a poor partner: with a last fifth of the rows
-    that only the line knew, or neither, errors were 2 to 15 per cent higher (five hourly data sets, horizons 1 and 24).
+    The line must have been solved on them before. A network and a line that both stop before validation are worse for rows after it: learnt
+    again, their errors fell by 0.5 to 5 per cent on five hourly data sets at H=1, by 2 to 16 on four at H=24.
     """
     x, y, weight = _usable(windows)
     assert model.net is not None
