@@ -96,7 +96,7 @@ class Output(Settings):
 
 class Model(Settings):
     name: str
-    version: str = "champion"
+    version: str = pydantic.Field("champion", coerce_numbers_to_str=True)  # YAML reads 3 as a number
 
 
 class Job(Settings):
@@ -231,7 +231,7 @@ def read_settings(path: str | Path, kind: type[S], example: str) -> S:
         return kind.model_validate(data)
     except pydantic.ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError(f"{path}: {faults}") from None
+        raise UserError(f"{path}: {faults}; see {example}") from None
 
 
 def run(job: Job, as_of: str) -> Summary:

@@ -108,12 +108,15 @@ def test_a_stream_file(registered: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for text, message in (
         ("source: a.csv\n", "model: Field required"),
         ("source: a.csv\nmodel: {name: m}\nworkers: 0\n", "workers: Input should be greater"),
-        ("source: a.csv\nmodel: {name: m}\nwokers: 2\n", "wokers: Extra inputs"),
+        ("source: a.csv\nmodel: {name: m}\nwokers: 2\n", "wokers: Extra inputs .*see docs/examples/stream.yaml"),
         ("[]", "holds no settings: see docs/examples/stream.yaml"),
     ):
         (registered / "stream.yaml").write_text(text)
         with pytest.raises(UserError, match=message):
             job.read(registered / "stream.yaml")
+
+    (registered / "stream.yaml").write_text("source: a.csv\nmodel: {name: m, version: 3}\n")
+    assert job.read(registered / "stream.yaml").model.version == "3"
 
     def in_turn(self: Workers, *, stop: Stop, report, answer) -> StreamSummary:
         made = (pickle.loads(cloudpickle.dumps((self._job, share, self._make))) for share in self._shares)
