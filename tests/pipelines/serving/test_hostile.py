@@ -13,6 +13,7 @@ import pytest
 from connectors.errors import UserError
 from pipelines.serving.guard import Tokens
 from pipelines.serving.service import Settings
+from pipelines.streaming.worker import BATCH_ROWS
 from tests.pipelines.serving.conftest import World
 from tests.pipelines.serving.served import Client, Served
 
@@ -78,7 +79,7 @@ BODIES = {
     "a name of a megabyte": b'{"events": [{"unique_id": "' + b"a" * 900_000 + b'", "ds": "2024-02-10", "y": 1}]}',
     "half a surrogate": b'{"events": [{"unique_id": "\\ud800", "ds": "2024-02-10", "y": 1}]}',
     "bytes that are no UTF-8": b'{"events": [{"unique_id": "\xff\xfe", "ds": "2024-02-10", "y": 1}]}',
-    "too many events": events(*["1"] * 2049),
+    "too many events": events(*["1"] * (BATCH_ROWS + 1)),
 }
 
 
