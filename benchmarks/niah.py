@@ -134,7 +134,9 @@ def learn(name: str, options: Any, text: bytes, path: Path, end: float) -> Any:
         for parameter in named.values():
             if parameter.grad is None:  # a memory's last write, which nothing reads
                 parameter.grad = torch.zeros_like(parameter)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        if not math.isfinite(loss.item()) or not math.isfinite(norm):
+            sys.exit(f"{name}: loss {loss.item()}, norm of the gradient {norm} at step {step + 1}: the training has failed")
         optimiser.param_groups[0]["lr"] = RATE * min((step + 1) / 50, 1.0, max(0.02, 5 * (1 - step / options.steps)))
         optimiser.step()
         optimiser.zero_grad()

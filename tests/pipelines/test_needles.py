@@ -134,3 +134,12 @@ def test_a_training_that_was_broken_off_gives_the_same_weights(tmp_path, monkeyp
     assert found["loss"] == facts["loss"] and found["steps"] == 4
     for one, other in zip(whole.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_training_whose_loss_is_no_number_ends_with_a_message(tmp_path, monkeypatch):
+    options = argparse.Namespace(size="tiny", steps=60, tasks=["pk"], data=None, seed=0)
+    monkeypatch.setattr(niah, "STEP", 256)
+    monkeypatch.setattr(niah, "RATE", float("inf"))
+    with pytest.raises(SystemExit, match="the training has failed"):
+        niah.learn("mac", options, TEXT["train"], tmp_path / "part", float("inf"))
+    assert not (tmp_path / "part").exists()
