@@ -474,12 +474,10 @@ def register_classifier(
 
     The two examples, a column `sequence` and the answer to it, make the signature.
     """
-    inputs = input_example.to_pandas()
-    with warnings.catch_warnings():  # MLflow warns that whole numbers cannot be missing: a length never is
-        warnings.simplefilter("ignore", UserWarning)
-        signature = mlflow.models.infer_signature(inputs, output_example.to_pandas())
     tags = {"classes": ",".join(config["classes"])}
-    return _register_sequences(run, "classifier", weights, config, signature, inputs, name=name, alias=alias, card=card, metrics=metrics, tags=tags)
+    return _register_sequences(
+        run, "classifier", weights, config, input_example, output_example, None, name=name, alias=alias, card=card, metrics=metrics, tags=tags
+    )
 
 
 def register_language_model(
@@ -496,19 +494,20 @@ def register_language_model(
     metrics: Mapping[str, float],
 ) -> int:
     """As `register_classifier`, of a language model: a column `prompt`, and the parameters of the completion with what holds without them."""
-    inputs = input_example.to_pandas()
-    with warnings.catch_warnings():  # the same of a count of tokens
-        warnings.simplefilter("ignore", UserWarning)
-        signature = mlflow.models.infer_signature(inputs, output_example.to_pandas(), params=dict(params))
     return _register_sequences(
-        run, "language_model", weights, config, signature, (inputs, dict(params)), name=name, alias=alias, card=card, metrics=metrics, tags={}
-    )
+        run, "language_model", weights, config, input_example, output_example, dict(params),
+        name=name, alias=alias, card=card, metrics=metrics, tags={},
+    )  # fmt: skip
 
 
 def _register_sequences(
-    run: Run, kind: str, weights: str | Path, config: Mapping[str, Any], signature: Any, example: Any, *,
-    name: str, alias: str | None, card: str, metrics: Mapping[str, float], tags: Mapping[str, str],
+    run: Run, kind: str, weights: str | Path, config: Mapping[str, Any], input_example: pl.DataFrame, output_example: pl.DataFrame,
+    params: dict[str, Any] | None, *, name: str, alias: str | None, card: str, metrics: Mapping[str, float], tags: Mapping[str, str],
 ) -> int:  # fmt: skip
+    inputs = input_example.to_pandas()
+    with warnings.catch_warnings():  # MLflow warns that whole numbers cannot be missing: a length, or a count of tokens, never is
+        warnings.simplefilter("ignore", UserWarning)
+        signature = mlflow.models.infer_signature(inputs, output_example.to_pandas(), params=params)
     with tempfile.TemporaryDirectory() as folder:
         paths = {"config": Path(folder) / "config.json", "card": Path(folder) / "model_card.md"}
         paths["config"].write_text(json.dumps({"kind": kind, **config}, indent=2, sort_keys=True) + "\n")
@@ -518,7 +517,7 @@ def _register_sequences(
             python_model=str(project_file(f"models/{kind}.py")),
             artifacts={"weights": str(weights), **{key: str(path) for key, path in paths.items()}},
             signature=signature,
-            input_example=example,
+            input_example=inputs if params is None else (inputs, params),
             pip_requirements=[_requirement()],
         )
     if metrics:
